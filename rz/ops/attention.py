@@ -1,0 +1,243 @@
+"""Causal attention with grouped key-value heads, over a paged cache and over whole sequences, in one arithmetic.
+
+Keys are visited in tiles of 128 from absolute position 0. A tile gives a partial (max, sum, output) in float32, and
+partials are combined in ascending order; a tile that is masked for a row adds exactly nothing to it. Both callers run
+`_attend`, so a token's output has the same bits by prefill, chunked prefill, decode, recomputation and the learner.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rz.ops.attention_plan import QUANTUM, Block, Plan, Tile, make_plan
+
+LOWEST = -3.0e38  # stands for the maximum of no scores
+
+
+def _scores(queries: Tensor, keys: Tensor, tile: Tile, window: int | None) -> Tensor:
+    """[items, kv_heads, rows, keys] float32, masked with -inf."""
+    items, kv_heads, rows, width = queries.shape
+    scores = torch.bmm(queries.reshape(-1, rows, width), keys.transpose(1, 2)).view(items, kv_heads, rows, tile.keys)
+    mask = tile.masked[window]
+    return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
+
+
+def _partial(queries: Tensor, keys: Tensor, values: Tensor, tile: Tile, window: int | None) -> list[Tensor]:
+    scores = _scores(queries, keys, tile, window)
+    top = scores.amax(-1, keepdim=True).clamp_(min=LOWEST)
+    weights = scores.sub_(top).exp_().flatten(0, 1)
+    # A product with ones, not a sum over the last axis: the sum's order depends on how many keys are padded.
+    total = torch.mm(weights.flatten(0, 1), weights.new_ones(tile.keys, QUANTUM))[:, :1]
+    out = torch.bmm(weights, values)
+    return [top, total.view_as(top), out.view(*top.shape[:-1], -1)]
+
+
+def _combine(old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    top = torch.maximum(old[0], new[0])
+    keep, add = (old[0] - top).exp_(), (new[0] - top).exp_()
+    return [top, old[1] * keep + new[1] * add, old[2] * keep + new[2] * add]
+
+
+def _attend_block(
+    queries: Tensor, block: Block, kv_heads: int, window: int | None, fetch: Callable[[Tile], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """queries [I * Hk * R, D] float32, scaled -> (output of the same shape, log-sum-exp [I * Hk * R])."""
+    queries = queries.view(block.items, kv_heads, block.rows, -1)
+    state: list[Tensor] | None = None
+    for tile in block.tiles:
+        keys, values = fetch(tile)
+        part = queries[: tile.items, :, tile.first_row :]
+        new = _partial(part, keys, values, tile, window)
+        if state is None and (tile.items, tile.first_row) == (block.items, 0):
+            state = new
+            continue
+        if state is None:
+            one = queries[..., :1]
+            state = [torch.full_like(one, LOWEST), torch.zeros_like(one), torch.zeros_like(queries)]
+        if tile.items < block.items or tile.first_row:
+            views = [old[: tile.items, :, tile.first_row :] for old in state]
+            for view, value in zip(views, _combine(views, new), strict=True):
+                view.copy_(value)
+        else:
+            state = _combine(state, new)
+    top, total, out = state
+    return (out / total).flatten(0, 2), (top + total.log()).flatten()
+
+
+def _attend(
+    q: Tensor, plan: Plan, window: int | None, fetch: Callable[[Tile], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """q [N, H, D] -> (output [N, H, D] in the dtype of q, log-sum-exp of all blocks' rows)."""
+    width = q.shape[-1]
+    rows = q.reshape(-1, width)
+    parts = []
+    for block in plan.blocks:
+        queries = rows.index_select(0, block.query_rows).float().mul_(width**-0.5)
+        parts.append(_attend_block(queries, block, plan.kv_heads, window, fetch))
+    out = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts])
+    lse = parts[0][1] if len(parts) == 1 else torch.cat([part[1] for part in parts])
+    return out.index_select(0, plan.output_rows).view(q.shape).to(q.dtype), lse
+
+
+def _from_rows(rows: Tensor, tile: Tile, kv_heads: int) -> Tensor:
+    return rows.index_select(0, tile.key_rows).float().view(tile.items * kv_heads, tile.keys, -1)
+
+
+class _WholeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, window: int | None) -> tuple[Tensor, Tensor]:
+        flat = [x.reshape(-1, x.shape[-1]) for x in (k, v)]
+        fetch = lambda tile: tuple(_from_rows(x, tile, plan.kv_heads) for x in flat)
+        return _attend(q, plan, window, fetch)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        q, k, v, ctx.plan, ctx.window = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _):
+        q, k, v, out, lse = ctx.saved_tensors
+        plan, window, width = ctx.plan, ctx.window, q.shape[-1]
+        scale = width**-0.5
+        q_rows, k_rows, v_rows, out_rows, grad_rows = (x.reshape(-1, width) for x in (q, k, v, out, grad))
+        to_k, to_v = (torch.zeros(x.shape, dtype=torch.float32) for x in (k_rows, v_rows))
+        to_q, base = [], 0
+        for block in plan.blocks:
+            shape = (block.items, plan.kv_heads, block.rows)
+            queries = q_rows.index_select(0, block.query_rows).float().mul_(scale).view(*shape, width)
+            above = grad_rows.index_select(0, block.query_rows).float()
+            above.masked_fill_(block.padded[:, None], 0)
+            dot = (above * out_rows.index_select(0, block.query_rows).float()).sum(-1).view(*shape, 1)
+            above = above.view(*shape, width)
+            logs = lse[base : base + above[..., 0].numel()].view(*shape, 1)
+            base += logs.numel()
+            to_queries = torch.zeros_like(queries)
+            for tile in block.tiles:
+                part = (slice(0, tile.items), slice(None), slice(tile.first_row, None))
+                keys, values = (_from_rows(x, tile, plan.kv_heads) for x in (k_rows, v_rows))
+                weights = _scores(queries[part], keys, tile, window).sub_(logs[part]).exp_().flatten(0, 1)
+                up = above[part].flatten(0, 1)
+                to_values = torch.bmm(weights.transpose(1, 2), up)
+                to_scores = torch.bmm(up, values.transpose(1, 2)).sub_(dot[part].flatten(0, 1)).mul_(weights)
+                to_keys = torch.bmm(to_scores.transpose(1, 2), queries[part].flatten(0, 1))
+                to_queries[part] += torch.bmm(to_scores, keys).view(to_queries[part].shape)
+                to_k.index_add_(0, tile.key_rows, to_keys.flatten(0, 1))
+                to_v.index_add_(0, tile.key_rows, to_values.flatten(0, 1))
+            to_q.append(to_queries.flatten(0, 2).mul_(scale))
+        grads = torch.cat(to_q).index_select(0, plan.output_rows), to_k, to_v
+        return *(x.view(like.shape).to(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)), None, None
+
+
+class WholeSequences:
+    """The learner's past: N tokens are whole sequences, packed one after the other; nothing attends across them.
+
+    Args:
+        lengths: tokens of each sequence, each >= 1, in packing order.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"lengths must be at least one, each >= 1, got {list(lengths)}")
+        self.lengths = tuple(lengths)
+        self._plans: dict[tuple[int, int, int | None], Plan] = {}
+
+    def _plan(self, heads: int, kv_heads: int, window: int | None) -> Plan:
+        key = (heads, kv_heads, window)
+        if key not in self._plans:
+            starts = torch.tensor(self.lengths).cumsum(0) - torch.tensor(self.lengths)
+
+            def key_rows(sequence: Tensor, position: Tensor) -> Tensor:
+                token = starts[sequence][:, None] + position
+                return (token[:, None, :] * kv_heads + torch.arange(kv_heads)[None, :, None]).flatten()
+
+            self._plans[key] = make_plan(
+                self.lengths,
+                self.lengths,
+                heads=heads,
+                kv_heads=kv_heads,
+                windows=(window,),
+                key_rows=key_rows,
+                short_queries=0,
+            )
+        return self._plans[key]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
+        """Causal attention of every token to its own sequence.
+
+        Args:
+            layer: not used; the learner keeps no cache.
+            q: [N, H, D].  k, v: [N, Hk, D], same dtype; Hk divides H; D in 16 to 256.
+            window: None, or the number of latest tokens seen, the own included.
+        Returns: [N, H, D] in the dtype of q.
+        Gradient: to q, k and v, deterministic.
+        Raises: ValueError if N is not the sum of lengths or Hk does not divide H.
+        """
+        if q.shape[0] != sum(self.lengths):
+            raise ValueError(f"q must have {sum(self.lengths)} tokens, got {q.shape[0]}")
+        return _WholeAttention.apply(q, k, v, self._plan(q.shape[1], k.shape[1], window), window)[0]
+
+
+def write_cache(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Store keys and values of N tokens in place.
+
+    Args:
+        cache: [blocks, Hk, block_size, 2 D], keys before values in the last axis.
+        k, v: [N, Hk, D].
+        slots: [N] int64, block * block_size + offset.
+    """
+    size, width = cache.shape[2], k.shape[-1]
+    block, offset = slots // size, slots % size
+    cache[block, :, offset, :width] = k
+    cache[block, :, offset, width:] = v
+
+
+def paged_plan(
+    query_lengths: Sequence[int],
+    sequence_lengths: Sequence[int],
+    block_table: Tensor,
+    *,
+    block_size: int,
+    heads: int,
+    kv_heads: int,
+    windows: Sequence[int | None],
+) -> Plan:
+    """Plan attention over a paged cache: as make_plan, with block_table [sequences, blocks] of cache block numbers."""
+    table = block_table.long()
+
+    def key_rows(sequence: Tensor, position: Tensor) -> Tensor:
+        block = table[sequence[:, None], position // block_size]
+        head = torch.arange(kv_heads)[None, :, None]
+        return ((block[:, None, :] * kv_heads + head) * block_size + (position % block_size)[:, None, :]).flatten()
+
+    return make_plan(
+        query_lengths,
+        sequence_lengths,
+        heads=heads,
+        kv_heads=kv_heads,
+        windows=windows,
+        key_rows=key_rows,
+        short_queries=64,
+    )
+
+
+def paged_attention(q: Tensor, cache: Tensor, plan: Plan, *, window: int | None) -> Tensor:
+    """Attention of N query tokens to their sequences' cached keys and values, their own already written.
+
+    Args:
+        q: [N, H, D].
+        cache: [blocks, Hk, block_size, 2 D], contiguous; unwritten entries may hold anything, NaN included.
+        plan: from paged_plan; windows must contain window.
+    Returns: [N, H, D] in the dtype of q.
+    Gradient: none.
+    """
+    width = q.shape[-1]
+    rows = cache.view(-1, 2 * width)
+
+    def fetch(tile: Tile) -> tuple[Tensor, Tensor]:
+        both = _from_rows(rows, tile, plan.kv_heads)
+        return both[..., :width], both[..., width:]
+
+    return _attend(q, plan, window, fetch)[0]

@@ -1,0 +1,198 @@
+"""Which query row meets which keys: index arithmetic shared by all layers of one forward pass.
+
+Queries are cut into items. An item is a run of consecutive tokens of one sequence, for one key-value head all of its
+query heads' rows together (token-major), padded to a multiple of 16 rows. Items of equal row count form a block and are
+computed together. Keys are cut into tiles of 128 from absolute position 0.
+"""
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+TILE = 128  # keys
+QUANTUM = 16  # rows and keys are padded to multiples of this
+BLOCK_SCORES = 1 << 22  # scores that a block may hold at once
+
+
+def _up(value: int, quantum: int) -> int:
+    return -(-value // quantum) * quantum
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Tile:
+    """One key tile of a block, for its first `items` items and for query rows from `first_row` on."""
+
+    items: int
+    first_row: int
+    keys: int
+    key_rows: Tensor  # [items * kv_heads * keys] rows of the key-value storage
+    masked: dict[int | None, Tensor | None]  # by window: [items, 1, rows, keys] bool, True = no attention; None = none
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Block:
+    """Items of `rows` query rows each, in order of falling key count."""
+
+    items: int
+    rows: int
+    query_rows: Tensor  # [items * kv_heads * rows] rows of the queries seen as [N * H, D]
+    padded: Tensor  # [items * kv_heads * rows] bool, True = belongs to no query
+    tiles: tuple[Tile, ...]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Plan:
+    """How N query tokens attend; made once a forward pass, read by every layer.
+
+    output_rows: [N * H], where row (token, head) lies among the rows of all blocks.
+    """
+
+    blocks: tuple[Block, ...]
+    output_rows: Tensor
+    heads: int
+    kv_heads: int
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Item:
+    sequence: int
+    first_token: int  # row of its first query among the N
+    first_position: int
+    tokens: int
+
+
+def _mask(positions: Tensor, first_key: int, keys: int, window: int | None) -> Tensor | None:
+    key = torch.arange(first_key, first_key + keys)
+    masked = key > positions[:, :, None]
+    if window is not None:
+        masked |= key <= positions[:, :, None] - window
+    return masked[:, None] if bool(masked.any()) else None
+
+
+def _block(
+    items: Sequence[_Item],
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    windows: Sequence[int | None],
+    key_rows: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Block, Tensor, Tensor]:
+    """A block, and for its valid rows: the (token, head) row they answer and where they lie in the block."""
+    group = heads // kv_heads
+    rows = _up(tokens * group, QUANTUM)
+    count = torch.tensor([item.tokens for item in items])
+    first_token = torch.tensor([item.first_token for item in items])
+    first_position = torch.tensor([item.first_position for item in items])
+    sequence = torch.tensor([item.sequence for item in items])
+    row = torch.arange(rows)
+    valid = row[None, :] < count[:, None] * group  # [I, R]
+    offset = (row // group)[None, :].where(valid, 0)
+    positions = first_position[:, None] + offset
+    head = torch.arange(kv_heads)[:, None] * group + row % group  # [Hk, R]
+    answers = (first_token[:, None] + offset)[:, None, :] * heads + head[None]  # [I, Hk, R]
+    inside = valid[:, None, :].expand_as(answers)
+    last = first_position + count - 1
+    tiles = []
+    earliest = min(0 if window is None else int(first_position.min()) - window + 1 for window in windows)
+    for start in range(max(0, earliest) // TILE * TILE, int(last[0]) + 1, TILE):
+        active = int((last >= start).sum())
+        keys = min(TILE, _up(int(last[0]) + 1 - start, QUANTUM))
+        # All rows before the tile's first key may be left out; at least QUANTUM rows are kept.
+        skipped = max(0, start - int(first_position[:active].max())) * group
+        first_row = min(skipped // QUANTUM * QUANTUM, rows - QUANTUM) if active == 1 or _aligned(first_position) else 0
+        key = torch.arange(start, start + keys)[None, :]
+        key = key.where(key <= last[:active, None], 0)  # past the end: position 0, which is written and finite
+        tiles.append(
+            Tile(
+                items=active,
+                first_row=first_row,
+                keys=keys,
+                key_rows=key_rows(sequence[:active], key),
+                masked={w: _mask(positions[:active, first_row:], start, keys, w) for w in set(windows)},
+            )
+        )
+    block = Block(
+        items=len(items),
+        rows=rows,
+        query_rows=answers.where(inside, 0).flatten(),
+        padded=~inside.flatten(),
+        tiles=tuple(tiles),
+    )
+    return block, answers[inside], inside.flatten().nonzero()[:, 0]
+
+
+def _aligned(first_position: Tensor) -> bool:
+    return bool((first_position == first_position[0]).all())
+
+
+def make_plan(
+    query_lengths: Sequence[int],
+    sequence_lengths: Sequence[int],
+    *,
+    heads: int,
+    kv_heads: int,
+    windows: Sequence[int | None],
+    key_rows: Callable[[Tensor, Tensor], Tensor],
+    short_queries: int,
+) -> Plan:
+    """Plan causal attention for the last query_lengths[i] tokens of each sequence.
+
+    Args:
+        query_lengths: tokens of each sequence among the N, in packing order; 0 is allowed.
+        sequence_lengths: keys of each sequence, its query tokens included.
+        heads, kv_heads: H and Hk; Hk divides H.
+        windows: the distinct sliding windows of the layers (None = all earlier tokens; w = the last w, own included).
+        key_rows: (sequence [I], position [I, K]) -> [I * kv_heads * K] rows of the key-value storage, head before key.
+        short_queries: a sequence of at most this many query tokens is cut into items of one 16-row step, which are
+            batched with those of all other such sequences; a longer one is an item of its own.
+    Raises: ValueError if kv_heads does not divide heads, or a sequence is shorter than its query.
+    """
+    if heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of kv_heads {kv_heads}, got {heads}")
+    short: list[_Item] = []
+    long: list[_Item] = []
+    group = heads // kv_heads
+    step = max(1, QUANTUM // group)
+    token = 0
+    for sequence, (queries, keys) in enumerate(zip(query_lengths, sequence_lengths, strict=True)):
+        if not 0 <= queries <= keys:
+            raise ValueError(f"query length must be in [0, {keys}] of sequence {sequence}, got {queries}")
+        whole = _Item(sequence=sequence, first_token=token, first_position=keys - queries, tokens=queries)
+        if queries > short_queries:
+            long.append(whole)
+        else:
+            short += [
+                _Item(
+                    sequence=sequence,
+                    first_token=token + i,
+                    first_position=keys - queries + i,
+                    tokens=min(step, queries - i),
+                )
+                for i in range(0, queries, step)
+            ]
+        token += queries
+    groups = [(step, chunk) for chunk in _batches(short, step, heads)]
+    by_size: dict[tuple[int, int], list[_Item]] = {}
+    for item in long:
+        by_size.setdefault((_up(item.tokens, _width(item.tokens)), item.first_position), []).append(item)
+    groups += [(size, chunk) for (size, _), items in by_size.items() for chunk in _batches(items, size, heads)]
+    blocks, output_rows, base = [], torch.empty(token * heads, dtype=torch.int64), 0
+    for tokens, items in groups:
+        block, answers, rows = _block(items, tokens, heads, kv_heads, windows, key_rows)
+        output_rows[answers] = rows + base
+        base += block.query_rows.shape[0]
+        blocks.append(block)
+    return Plan(blocks=tuple(blocks), output_rows=output_rows, heads=heads, kv_heads=kv_heads)
+
+
+def _width(tokens: int) -> int:
+    """Lengths are rounded up to this, so that sequences of similar length share a block at little waste."""
+    return max(QUANTUM, 1 << max(0, tokens.bit_length() - 4))
+
+
+def _batches(items: list[_Item], tokens: int, heads: int) -> list[list[_Item]]:
+    items = sorted(items, key=lambda item: -(item.first_position + item.tokens))
+    size = max(1, BLOCK_SCORES // (_up(tokens, QUANTUM) * heads * TILE))
+    return [items[start : start + size] for start in range(0, len(items), size)]

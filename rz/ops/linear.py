@@ -1,0 +1,64 @@
+"""Matrix product with a weight, aligned over rows."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MIN_ROWS = 16  # float32 GEMMs of fewer rows take another kernel, whose sums run in another order
+MIN_OUTPUTS = 64  # bfloat16 GEMMs with few outputs depend on the row count
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows, outputs = x.shape[0], weight.shape[0]
+    if rows < MIN_ROWS:
+        x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))
+    if weight.dtype == torch.float32 and x.dtype != torch.float32:
+        return F.linear(x.float(), weight, None if bias is None else bias.float())[:rows].to(x.dtype)
+    if outputs < MIN_OUTPUTS and (weight.dtype != torch.float32 or outputs == 1):
+        weight = F.pad(weight, (0, 0, 0, MIN_OUTPUTS - outputs))
+        bias = None if bias is None else F.pad(bias, (0, MIN_OUTPUTS - outputs))
+    return F.linear(x, weight, bias)[:rows, :outputs]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        x, weight, bias = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        wide = grad.to(weight.dtype)
+        to_x = (wide @ weight).to(x.dtype) if ctx.needs_input_grad[0] else None
+        to_weight = wide.t() @ x.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        to_bias = wide.float().sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return to_x, to_weight, to_bias
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias, where the bits of row i are a function of x[i], weight and bias alone.
+
+    Shapes: N rows, K inputs, M outputs.
+    Args:
+        x: [N, K] float32, bfloat16 or float16, N >= 0.
+        weight: [M, K] in the dtype of x; or float32 beside a narrower x, whose product is then taken in float32 and
+            rounded once (for processors without bfloat16 arithmetic, see rz.models.compute).
+        bias: [M] in the dtype of x or of weight, or None. It is added before the product is rounded.
+    Returns: [N, M] in the dtype of x.
+    Gradient: to x, weight and bias; not aligned, but the same from run to run.
+    Edge cases: N = 0 gives [0, M].
+    Raises: ValueError if shapes disagree, TypeError if dtypes do.
+    """
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x must be [N, K] and weight [M, K], got {list(x.shape)} and {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [{weight.shape[0]}], got {list(bias.shape)}")
+    if weight.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"weight must be {x.dtype} or torch.float32, got {weight.dtype}")
+    return _Linear.apply(x, weight, bias)

@@ -1,0 +1,83 @@
+"""Log-probabilities: language-model head, temperature, log-softmax and gather."""
+
+import torch
+from torch import Tensor
+
+from rz.ops.linear import linear
+
+CHUNK_ELEMENTS = 1 << 22  # logits held at once: rows of a chunk times vocabulary
+
+
+def row_logprobs(hidden: Tensor, head: Tensor, *, temperature: float | Tensor) -> Tensor:
+    """log_softmax(hidden @ head.T / temperature) of every row, over the whole vocabulary.
+
+    The product is rounded to the dtype of hidden (as `linear` does); everything after it is float32.
+
+    Args:
+        hidden: [N, E] float.  head: [V, E], see `linear` for dtypes.
+        temperature: > 0; a number, or [N] float32, one a row.
+    Returns: [N, V] float32, nats.
+    Gradient: none is defined here; `token_logprobs` has one.
+    Edge cases: N = 0 gives [0, V].
+    """
+    rows = hidden.shape[0]
+    logits = linear(hidden, head).float()
+    scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
+    logits = logits / scale.expand(rows)[:, None]
+    if rows == 1:  # a single long row is summed in another order than one among others
+        return torch.log_softmax(logits.expand(2, -1), -1)[:1]
+    return torch.log_softmax(logits, -1)
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    size = max(16, CHUNK_ELEMENTS // vocabulary)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        out = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        for rows in _chunks(hidden.shape[0], head.shape[0]):
+            logprobs = row_logprobs(hidden[rows], head, temperature=temperature)
+            out[rows] = logprobs.gather(1, targets[rows, None])[:, 0]
+        return out
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        hidden, head, targets, ctx.temperature = inputs
+        ctx.save_for_backward(hidden, head, targets)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        hidden, head, targets = ctx.saved_tensors
+        to_hidden = torch.empty_like(hidden)
+        to_head = torch.zeros_like(head)
+        for rows in _chunks(hidden.shape[0], head.shape[0]):
+            to_logits = row_logprobs(hidden[rows], head, temperature=ctx.temperature).exp_().neg_()
+            to_logits.scatter_add_(1, targets[rows, None], torch.ones_like(to_logits[:, :1]))
+            to_logits = to_logits.mul_((grad[rows] / ctx.temperature)[:, None]).to(head.dtype)
+            to_hidden[rows] = (to_logits @ head).to(hidden.dtype)
+            to_head += to_logits.t() @ hidden[rows].to(head.dtype)
+        return to_hidden, to_head, None, None
+
+
+def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
+    """The log-probability of one target token a row: row_logprobs(...)[i, targets[i]], bit for bit.
+
+    Memory: logits exist for about CHUNK_ELEMENTS / V rows at a time (16 at least), in the forward and the backward,
+    which computes them again; nothing grows with N times V.
+
+    Args:
+        hidden: [N, E] float.  head: [V, E], see `linear`.  targets: [N] int64 in [0, V).
+        temperature: > 0, of every row.
+    Returns: [N] float32, nats.
+    Gradient: to hidden and head.
+    Edge cases: N = 0 gives [0]. A token of probability 0 gives -inf.
+    Raises: ValueError if targets is not [N] or temperature is not > 0.
+    """
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets must be [{hidden.shape[0]}], got {list(targets.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0, got {temperature}")
+    return _TokenLogprobs.apply(hidden, head, targets, float(temperature))

@@ -1,0 +1,67 @@
+"""Root-mean-square normalisation, alone and after a residual sum."""
+
+import torch
+from torch import Tensor
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        wide = x.float().contiguous()
+        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+        return (wide * scale).to(x.dtype) * weight, scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        x, weight, _ = inputs
+        ctx.save_for_backward(x, weight, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _):
+        x, weight, scale = ctx.saved_tensors
+        normed = x.float() * scale
+        grad = grad.float()
+        scaled = grad * weight.float()
+        to_x = scale * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        to_weight = (grad * normed).flatten(0, -2).sum(0)
+        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """weight * (x / sqrt(mean(x^2) + eps)) over the last axis.
+
+    Rounding: mean, root and division in float32; the quotient is rounded to the dtype of x before the weight multiplies
+    it, as in the Llama and Qwen reference models.
+
+    Args:
+        x: [..., E] float32, bfloat16 or float16.
+        weight: [E] in the dtype of x.
+        eps: > 0, added to the mean square.
+    Returns: [..., E] in the dtype of x.
+    Gradient: to x and weight.
+    Edge cases: a row of zeros gives zeros.
+    Raises: ValueError if weight is not [E], TypeError if its dtype is not that of x.
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be [{x.shape[-1]}], got {list(weight.shape)}")
+    if weight.dtype != x.dtype:
+        raise TypeError(f"weight must be {x.dtype}, got {weight.dtype}")
+    return _RmsNorm.apply(x, weight, eps)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual form: sum = residual + x, rounded to their dtype; returns (rms_norm(sum), sum).
+
+    Args:
+        x, residual: [N, E], same dtype.
+        weight, eps: as in rms_norm.
+    Returns: two tensors [N, E] in the dtype of x.
+    Gradient: to x, residual and weight.
+    Raises: ValueError if x and residual differ in shape; otherwise as rms_norm.
+    """
+    if x.shape != residual.shape:
+        raise ValueError(f"residual must have the shape of x {list(x.shape)}, got {list(residual.shape)}")
+    total = residual + x
+    return rms_norm(total, weight, eps=eps), total

@@ -1,0 +1,119 @@
+"""Rotary position embedding, with the scalings of long-context checkpoints."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _need(scaling: Mapping[str, Any], name: str) -> float:
+    if not isinstance(value := scaling.get(name), int | float) or not value > 0:
+        raise ValueError(f"rope_scaling.{name} must be a number > 0, got {value!r}")
+    return float(value)
+
+
+def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    factor, low, high = (_need(scaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = _need(scaling, "original_max_position_embeddings")
+    if high <= low:
+        raise ValueError(f"rope_scaling.high_freq_factor must be > low_freq_factor {low}, got {high}")
+    wavelength = 2 * math.pi / frequencies
+    slow = torch.where(wavelength > original / low, frequencies / factor, frequencies)
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * slow / factor + smooth * slow
+    middle = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(middle, between, slow)
+
+
+def _yarn(
+    frequencies: Tensor, scaling: Mapping[str, Any], head_dim: int, theta: float, max_position: int
+) -> tuple[Tensor, float]:
+    factor = _need(scaling, "factor")
+    original = float(scaling.get("original_max_position_embeddings") or max_position)
+    fast, slow = float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1)
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = dimension(fast), dimension(slow)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    last = last + 0.001 if first == last else last
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    blended = (frequencies / factor) * ramp + frequencies * (1 - ramp)
+
+    def magnitude(scale: float, weight: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        numerator, denominator = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if numerator and denominator:
+            attention = magnitude(factor, numerator) / magnitude(factor, denominator)
+        else:
+            attention = magnitude(factor)
+    return blended, float(attention)
+
+
+def inverse_frequencies(
+    head_dim: int, *, theta: float, scaling: Mapping[str, Any] | None, max_position: int
+) -> tuple[Tensor, float]:
+    """The rotation speed of each pair of head dimensions.
+
+    Args:
+        head_dim: D, even.
+        theta: > 1, the base.
+        scaling: None, or the `rope_scaling` mapping of a checkpoint: rope_type "default", "linear", "llama3" or "yarn".
+        max_position: the longest sequence of the checkpoint; YaRN falls back to it for the original length.
+    Returns: ([D / 2] float32 in radians a position, the factor that multiplies cos and sin).
+    Raises: ValueError naming the field for an unknown rope_type or a bad number.
+    Source: Su et al. 2021, arXiv:2104.09864; YaRN: Peng et al. 2023, arXiv:2309.00071; llama3: the Llama 3.1 release.
+    """
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"head_dim must be even and >= 2, got {head_dim}")
+    if not theta > 1:
+        raise ValueError(f"theta must be > 1, got {theta}")
+    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    kind = "default" if scaling is None else scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return frequencies, 1.0
+    if kind == "linear":
+        return frequencies / _need(scaling, "factor"), 1.0
+    if kind == "llama3":
+        return _llama3(frequencies, scaling), 1.0
+    if kind == "yarn":
+        return _yarn(frequencies, scaling, head_dim, theta, max_position)
+    raise ValueError(f"rope_scaling.rope_type must be one of default, linear, llama3, yarn, got {kind!r}")
+
+
+def rope_tables(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """factor * cos and factor * sin of positions * frequencies.
+
+    Args:
+        positions: [N] integers, each in [0, 2**24), absolute in their sequence.
+        frequencies: [D / 2] float32.
+    Returns: two tensors [N, D / 2] float32.
+    Gradient: none.
+    """
+    angles = positions.float()[:, None] * frequencies[None, :]
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (i, i + D/2) of head dimensions by its row's angle, in float32, rounded once.
+
+    Args:
+        x: [N, H, D] float.  cos, sin: [N, D / 2] float32.
+    Returns: [N, H, D] in the dtype of x.
+    Gradient: to x.
+    Raises: ValueError if cos or sin is not [N, D / 2].
+    """
+    expected = (x.shape[0], x.shape[-1] // 2)
+    if cos.shape != expected or sin.shape != expected:
+        raise ValueError(f"cos and sin must be {list(expected)}, got {list(cos.shape)} and {list(sin.shape)}")
+    first, second = x.float().chunk(2, -1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
