@@ -1,0 +1,182 @@
+"""Rollouts by real vLLM, in this process, with rz's forward inside."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rz.batch import Request, Rollout
+from rz.engine.record import Record, check_publish, check_request
+from rz.models.compute import compute_params
+from rz.models.dense import DenseConfig
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner shares the cores
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class VllmEngine:
+    """rz.engine.interface.Engine over vLLM 0.32.
+
+    vLLM keeps scheduling, continuous batching, the paged cache, chunked prefill, prefix caching and preemption. The
+    model class, attention backend and sampler are rz's, so a token's logprob has the learner's bits.
+
+    Args:
+        folder: a Hugging Face checkpoint folder; only its config is read here.
+        config: of that folder.
+        params: float32 masters by name; published as `version` before the first step.
+        dtype: of activations and cache.
+        slots: responses that run at once.
+        max_length: the longest prompt plus response.
+        step_tokens: tokens of one step at most; a longer prompt is cut into chunks.
+        cache_tokens: size of the paged cache, at least max_length; None: enough that nothing is ever preempted.
+        block_size: of the cache, a multiple of 32.
+        prefix_caching: reuse equal prefixes under the same weights.
+    Raises: ValueError naming the field, the rule and the value.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: DenseConfig,
+        params: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        slots: int,
+        max_length: int,
+        step_tokens: int = 2048,
+        cache_tokens: int | None = None,
+        block_size: int = 128,
+        prefix_caching: bool = True,
+        version: int = 0,
+    ) -> None:
+        for name, value, least in (("slots", slots, 1), ("max_length", max_length, 2), ("step_tokens", step_tokens, 1)):
+            if value < least:
+                raise ValueError(f"{name} must be >= {least}, got {value}")
+        if max_length > config.max_positions:
+            raise ValueError(
+                f"max_length must be <= the model's max_positions {config.max_positions}, got {max_length}"
+            )
+        if block_size < 32 or block_size % 32:
+            raise ValueError(f"block_size must be a multiple of 32, got {block_size}")
+        blocks = -(-max_length // block_size)
+        if cache_tokens is not None and cache_tokens < blocks * block_size:
+            raise ValueError(
+                f"cache_tokens must hold one response of max_length ({blocks * block_size}), got {cache_tokens}"
+            )
+        blocks = slots * blocks if cache_tokens is None else cache_tokens // block_size
+        os.environ.update(ENVIRONMENT)
+        from vllm import LLM, ModelRegistry, SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        from rz.engine.vllm_model import ARCHITECTURE, RzForCausalLM, SeededSampler
+
+        self._make_prompt = TokensPrompt
+        self._make_sampling = lambda **settings: SamplingParams(
+            logprobs=0, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA, **settings
+        )
+        ModelRegistry.register_model(ARCHITECTURE, RzForCausalLM)
+        threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+        self._llm = LLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype=dtype,
+            enforce_eager=True,
+            async_scheduling=False,
+            hf_overrides={"architectures": [ARCHITECTURE]},
+            max_model_len=max_length,
+            max_num_seqs=slots,
+            max_num_batched_tokens=step_tokens,
+            enable_chunked_prefill=True,
+            enable_prefix_caching=prefix_caching,
+            block_size=block_size,
+            kv_cache_memory_bytes=_block_bytes(config, block_size, dtype) * (blocks + 1),
+            num_gpu_blocks_override=blocks + 1,
+            disable_log_stats=True,
+            generation_config="vllm",
+            seed=0,
+        ).llm_engine
+        torch.set_num_threads = set_threads  # vLLM's worker puts one that does nothing in its place
+        torch.set_num_threads(threads)
+        worker = self._llm.model_executor.driver_worker
+        runner = getattr(worker, "worker", worker).model_runner
+        runner.sampler = SeededSampler(runner)
+        self._model = runner.model
+        self._dtype = dtype
+        self._shapes = {name: value.shape for name, value in params.items()}
+        self._records: dict[tuple[int, int], Record] = {}
+        self.config, self.max_length, self.version = config, max_length, version - 1
+        self.publish(params, version)
+
+    def submit(self, request: Request) -> None:
+        check_request(request, self._records, vocab_size=self.config.vocab_size, max_length=self.max_length)
+        sampling = self._make_sampling(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            stop_token_ids=list(request.stop_ids),
+            extra_args={"seed": request.seed},
+        )
+        self._llm.add_request(_name(request.id), self._make_prompt(prompt_token_ids=list(request.prompt_ids)), sampling)
+        self._records[request.id] = Record(request)
+
+    def step(self) -> list[Rollout]:
+        finished = []
+        for output in self._open().step():
+            request_id = tuple(int(part) for part in output.request_id.split("."))
+            record, (completion,) = self._records[request_id], output.outputs
+            for token, logprobs in zip(completion.token_ids, completion.logprobs, strict=True):
+                record.append(token, logprobs[token].logprob, self.version)
+            if output.finished:
+                del self._records[request_id]
+                finished.append(record.rollout(completion.finish_reason))
+        return sorted(finished, key=lambda rollout: (rollout.prompt_index, rollout.sample))
+
+    def running(self) -> list[Rollout]:
+        return [self._records[request_id].rollout("running") for request_id in sorted(self._records)]
+
+    def publish(self, params: Mapping[str, Tensor], version: int) -> None:
+        llm = self._open()
+        check_publish(self._shapes, params, self.version, version)
+        with torch.no_grad():
+            for name, value in compute_params(params, dtype=self._dtype).items():
+                self._model.own[name].copy_(value)
+        # A token must be a function of (weights, prefix): every prefix is computed anew under the new weights.
+        llm.reset_prefix_cache(reset_running_requests=True)
+        self.version = version
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters that the next step uses, as compute_params names them; not copies."""
+        return dict(self._model.own)
+
+    def abort(self, ids: Iterable[tuple[int, int]]) -> None:
+        known = [request_id for request_id in ids if request_id in self._records]
+        self._open().abort_request([_name(request_id) for request_id in known])
+        for request_id in known:
+            del self._records[request_id]
+
+    def close(self) -> None:
+        if self._llm is not None:
+            self.abort(list(self._records))
+            self._llm.engine_core.shutdown()
+            self._llm = self._model = None
+
+    def _open(self):
+        if self._llm is None:
+            raise RuntimeError("engine must be open, got one that was closed")
+        return self._llm
+
+
+def _name(request_id: tuple[int, int]) -> str:
+    return f"{request_id[0]}.{request_id[1]}"
+
+
+def _block_bytes(config: DenseConfig, block_size: int, dtype: torch.dtype) -> int:
+    return 2 * block_size * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
