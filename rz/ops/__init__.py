@@ -3,7 +3,7 @@
 from rz.ops.attention import WholeSequences, paged_attention, paged_plan, write_cache
 from rz.ops.embedding import embedding
 from rz.ops.linear import linear
-from rz.ops.logprobs import row_logprobs, token_logprobs
+from rz.ops.logprobs import row_logprobs, tempered_logprobs, token_logprobs
 from rz.ops.rms_norm import add_rms_norm, rms_norm
 from rz.ops.rope import inverse_frequencies, rope, rope_tables
 from rz.ops.swiglu import swiglu
@@ -21,6 +21,7 @@ __all__ = [
     "rope_tables",
     "row_logprobs",
     "swiglu",
+    "tempered_logprobs",
     "token_logprobs",
     "write_cache",
 ]

@@ -95,15 +95,18 @@ def _block(
     inside = valid[:, None, :].expand_as(answers)
     last = first_position + count - 1
     tiles = []
-    earliest = min(0 if window is None else int(first_position.min()) - window + 1 for window in windows)
-    for start in range(max(0, earliest) // TILE * TILE, int(last[0]) + 1, TILE):
+    widest = None if None in windows else max(windows)
+    oldest = (torch.zeros_like(last) if widest is None else first_position - widest + 1)[:, None]
+    for start in range(max(0, int(oldest.min())) // TILE * TILE, int(last[0]) + 1, TILE):
         active = int((last >= start).sum())
         keys = min(TILE, _up(int(last[0]) + 1 - start, QUANTUM))
         # All rows before the tile's first key may be left out; at least QUANTUM rows are kept.
         skipped = max(0, start - int(first_position[:active].max())) * group
         first_row = min(skipped // QUANTUM * QUANTUM, rows - QUANTUM) if active == 1 or _aligned(first_position) else 0
         key = torch.arange(start, start + keys)[None, :]
-        key = key.where(key <= last[:active, None], 0)  # past the end: position 0, which is written and finite
+        # Past the end, or before the widest window, the storage may hold anything: read the last key, which is finite.
+        newest = last[:active, None]
+        key = key.where((key <= newest) & (key >= oldest[:active]), newest)
         tiles.append(
             Tile(
                 items=active,

@@ -5,19 +5,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MIN_ROWS = 16  # float32 GEMMs of fewer rows take another kernel, whose sums run in another order
-MIN_OUTPUTS = 64  # bfloat16 GEMMs with few outputs depend on the row count
+MIN_OUTPUTS = 64  # GEMMs with few outputs depend on the row count, in float32 also on where the row lies in memory
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows, outputs = x.shape[0], weight.shape[0]
+    rows, outputs, narrow = x.shape[0], weight.shape[0], x.dtype
     if rows < MIN_ROWS:
         x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))
-    if weight.dtype == torch.float32 and x.dtype != torch.float32:
-        return F.linear(x.float(), weight, None if bias is None else bias.float())[:rows].to(x.dtype)
-    if outputs < MIN_OUTPUTS and (weight.dtype != torch.float32 or outputs == 1):
+    if outputs < MIN_OUTPUTS:
         weight = F.pad(weight, (0, 0, 0, MIN_OUTPUTS - outputs))
         bias = None if bias is None else F.pad(bias, (0, MIN_OUTPUTS - outputs))
-    return F.linear(x, weight, bias)[:rows, :outputs]
+    # Transposed operands take another kernel.
+    x, weight = x.to(weight.dtype).contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.to(weight.dtype)
+    return F.linear(x, weight, bias)[:rows, :outputs].to(narrow)
 
 
 class _Linear(torch.autograd.Function):
@@ -61,4 +62,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ValueError(f"bias must be [{weight.shape[0]}], got {list(bias.shape)}")
     if weight.dtype not in (x.dtype, torch.float32):
         raise TypeError(f"weight must be {x.dtype} or torch.float32, got {weight.dtype}")
+    if bias is not None and bias.dtype not in (x.dtype, weight.dtype):
+        raise TypeError(f"bias must be {x.dtype} or {weight.dtype}, got {bias.dtype}")
     return _Linear.apply(x, weight, bias)

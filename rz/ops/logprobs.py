@@ -8,8 +8,25 @@ from rz.ops.linear import linear
 CHUNK_ELEMENTS = 1 << 22  # logits held at once: rows of a chunk times vocabulary
 
 
+def tempered_logprobs(logits: Tensor, *, temperature: float | Tensor) -> Tensor:
+    """log_softmax(logits / temperature) of every row, in float32.
+
+    Args:
+        logits: [N, V] float.
+        temperature: > 0; a number, or [N] float32, one a row.
+    Returns: [N, V] float32, nats. Row i depends on logits[i] and its temperature alone.
+    Edge cases: N = 0 gives [0, V].
+    """
+    rows = logits.shape[0]
+    scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
+    tempered = logits.float() / scale.expand(rows)[:, None]
+    if rows == 1:  # a single long row is summed in another order than one among others
+        return torch.log_softmax(tempered.expand(2, -1), -1)[:1]
+    return torch.log_softmax(tempered, -1)
+
+
 def row_logprobs(hidden: Tensor, head: Tensor, *, temperature: float | Tensor) -> Tensor:
-    """log_softmax(hidden @ head.T / temperature) of every row, over the whole vocabulary.
+    """The tempered log-probabilities of the whole vocabulary after each row.
 
     The product is rounded to the dtype of hidden (as `linear` does); everything after it is float32.
 
@@ -20,13 +37,7 @@ def row_logprobs(hidden: Tensor, head: Tensor, *, temperature: float | Tensor) -
     Gradient: none is defined here; `token_logprobs` has one.
     Edge cases: N = 0 gives [0, V].
     """
-    rows = hidden.shape[0]
-    logits = linear(hidden, head).float()
-    scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
-    logits = logits / scale.expand(rows)[:, None]
-    if rows == 1:  # a single long row is summed in another order than one among others
-        return torch.log_softmax(logits.expand(2, -1), -1)[:1]
-    return torch.log_softmax(logits, -1)
+    return tempered_logprobs(linear(hidden, head), temperature=temperature)
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:

@@ -59,9 +59,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> 
         weight, eps: as in rms_norm.
     Returns: two tensors [N, E] in the dtype of x.
     Gradient: to x, residual and weight.
-    Raises: ValueError if x and residual differ in shape; otherwise as rms_norm.
+    Raises: ValueError if x and residual differ in shape, TypeError if in dtype; otherwise as rms_norm.
     """
     if x.shape != residual.shape:
         raise ValueError(f"residual must have the shape of x {list(x.shape)}, got {list(residual.shape)}")
+    if x.dtype != residual.dtype:
+        raise TypeError(f"residual must be {x.dtype}, got {residual.dtype}")
     total = residual + x
     return rms_norm(total, weight, eps=eps), total

@@ -1,0 +1,111 @@
+import pytest
+import torch
+from alignment import assert_aligned, normal
+
+from rz.ops import add_rms_norm, rms_norm
+
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def reference(x, weight, eps):
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def test_value_by_hand():  # mean square (1 + 49) / 2 = 25, plus 11 is 36, root 6
+    got = rms_norm(torch.tensor([[1.0, 7.0]]), torch.tensor([2.0, -1.0]), eps=11)
+    torch.testing.assert_close(got, torch.tensor([[2 / 6, -7 / 6]]))
+
+
+def test_quotient_is_rounded_before_the_weight_multiplies():
+    # 7/6 = 149.33/128 rounds to 149/128 in bfloat16; times 5 is 5.8203, which rounds to 5.8125.
+    # Rounded only at the end, 35/6 = 5.8333 would be 5.84375.
+    got = rms_norm(torch.tensor([[1.0, 7.0]]).bfloat16(), torch.tensor([1.0, 5.0]).bfloat16(), eps=11)
+    assert got[0, 1].item() == 5.8125
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 63), (257, 64), (5, 4, 32)])
+def test_value_against_float64(dtype, shape):
+    x, weight = 3 * normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype, seed=1)
+    got = rms_norm(x, weight, eps=1e-5)
+    assert got.shape == shape and got.dtype == dtype
+    torch.testing.assert_close(got, reference(x.double(), weight.double(), 1e-5).to(dtype))
+
+
+def test_row_of_zeros_gives_zeros():
+    assert not rms_norm(torch.zeros(2, 8), torch.ones(8), eps=1e-6).any()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(6, 33), (4, 3, 16)])
+def test_gradients_against_float64(dtype, shape):
+    x, weight, above = normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype, seed=1), normal(*shape, seed=2)
+    loss = lambda x, weight: (rms_norm(x, weight, eps=1e-5).float() * above).sum()
+    exact = lambda x, weight: (reference(x, weight, 1e-5) * above.to(dtype).double()).sum()
+    grads = torch.func.grad(loss, argnums=(0, 1))(x, weight)
+    wanted = torch.func.grad(exact, argnums=(0, 1))(x.double(), weight.double())
+    for grad, want in zip(grads, wanted, strict=True):
+        assert grad.dtype == dtype
+        # bfloat16: a step of 2^-8 of values up to 4
+        torch.testing.assert_close(grad, want.to(dtype), rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_residual_form_is_a_rounded_sum_then_the_norm(dtype):
+    x, residual, weight = normal(9, 33, dtype=dtype), 50 * normal(9, 33, dtype=dtype, seed=1), normal(33, dtype=dtype)
+    normed, total = add_rms_norm(x, residual, weight, eps=1e-5)
+    assert torch.equal(total, residual + x) and total.dtype == dtype
+    assert torch.equal(normed, rms_norm(total, weight, eps=1e-5))
+
+
+def test_residual_form_passes_gradients_of_both_results():
+    x, residual, weight = (normal(*shape, seed=seed) for seed, shape in enumerate(((4, 8), (4, 8), (8,))))
+    above = normal(2, 4, 8, seed=5)
+
+    def loss(x, residual, weight):
+        return sum((a * b).sum() for a, b in zip(add_rms_norm(x, residual, weight, eps=1e-5), above, strict=True))
+
+    def exact(x, residual, weight):
+        total = x + residual
+        return (reference(total, weight, 1e-5) * above[0]).sum() + (total * above[1]).sum()
+
+    grads = torch.func.grad(loss, argnums=(0, 1, 2))(x, residual, weight)
+    wanted = torch.func.grad(exact, argnums=(0, 1, 2))(x.double(), residual.double(), weight.double())
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, want.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [1, 7, 63, 64, 576])
+def test_aligned(dtype, width):
+    weight = normal(width, dtype=dtype, seed=1)
+    assert_aligned(lambda x: rms_norm(x, weight, eps=1e-6), 3 * normal(1003, width, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("heads", "width"), [(1, 16), (3, 33), (2, 64)])
+def test_aligned_over_heads(dtype, heads, width):
+    weight = normal(width, dtype=dtype, seed=1)
+    x = 3 * normal(1003, heads, width, dtype=dtype)
+    assert_aligned(lambda x: rms_norm(x, weight, eps=1e-6), x)
+    flat = rms_norm(x.view(-1, width), weight, eps=1e-6)
+    assert torch.equal(rms_norm(x, weight, eps=1e-6), flat.view(x.shape))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_residual_form_is_aligned(dtype):
+    weight, residual = normal(48, dtype=dtype, seed=1), normal(1003, 48, dtype=dtype, seed=2)
+    both = lambda x: torch.cat(add_rms_norm(x[:, :48], x[:, 48:], weight, eps=1e-6), 1)
+    assert_aligned(both, torch.cat((3 * normal(1003, 48, dtype=dtype), residual), 1))
+
+
+def test_errors_name_argument_rule_and_value():
+    x = normal(3, 8)
+    with pytest.raises(ValueError, match=r"weight must be \[8\], got \[7\]"):
+        rms_norm(x, normal(7), eps=1e-6)
+    with pytest.raises(TypeError, match=r"weight must be torch.float32, got torch.bfloat16"):
+        rms_norm(x, normal(8).bfloat16(), eps=1e-6)
+    with pytest.raises(ValueError, match=r"residual must have the shape of x \[3, 8\], got \[2, 8\]"):
+        add_rms_norm(x, normal(2, 8), normal(8), eps=1e-6)
+    with pytest.raises(TypeError, match=r"residual must be torch.float32, got torch.bfloat16"):
+        add_rms_norm(x, x.bfloat16(), normal(8), eps=1e-6)
