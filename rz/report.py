@@ -1,0 +1,202 @@
+"""What a run writes: metrics.jsonl, rollouts.jsonl, TensorBoard events, live progress and a plot."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rz.batch import Group, Rollout
+
+METRICS, ROLLOUTS, CONFIG = "metrics.jsonl", "rollouts.jsonl", "run.json"
+
+
+def new_run_folder(folder: Path) -> Path:
+    """Make the folder of a new run. Raises ValueError if it holds anything, or cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ValueError(f"out must be a new or empty folder, got {folder} with {next(folder.iterdir()).name}")
+        probe = folder / ".write"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"out must be a folder that can be written, got {folder} ({error.strerror})") from None
+    return folder
+
+
+def rollout_line(rollout: Rollout, reward: float, version: int) -> str:
+    """One response as JSON. Logprobs are written so that they read back to the same float32 bits."""
+    return json.dumps(
+        {
+            "prompt": rollout.prompt_index,
+            "sample": rollout.sample,
+            "seed": rollout.seed,
+            "temperature": rollout.temperature,
+            "prompt_ids": rollout.prompt_ids,
+            "response_ids": rollout.response_ids,
+            "behaviour_logprobs": rollout.behaviour_logprobs.tolist(),
+            "policy_versions": rollout.policy_versions.tolist(),
+            "stop_reason": rollout.stop_reason,
+            "reward": reward,
+            "consumed_at": version,
+        }
+    )
+
+
+def read_rollouts(run: Path) -> Iterator[Rollout]:
+    """The responses of a run, in the order in which they were consumed.
+
+    Raises: ValueError naming file, line and what is wrong.
+    """
+    path = run / ROLLOUTS
+    if not path.is_file():
+        raise ValueError(f"run must be the folder of a run, with {ROLLOUTS}, got {run}")
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                value = json.loads(line)
+                yield Rollout(
+                    prompt_index=value["prompt"],
+                    sample=value["sample"],
+                    prompt_ids=value["prompt_ids"],
+                    response_ids=value["response_ids"],
+                    behaviour_logprobs=torch.tensor(value["behaviour_logprobs"], dtype=torch.float32),
+                    policy_versions=torch.tensor(value["policy_versions"], dtype=torch.int64),
+                    stop_reason=value["stop_reason"],
+                    seed=value["seed"],
+                    temperature=value["temperature"],
+                )
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{path}:{number} must be a response as rz writes it, got {error!r}") from None
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run, one object an update."""
+    with (run / METRICS).open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def write_config(run: Path, values: Mapping[str, Any]) -> None:
+    """run.json: the settings of a run."""
+    (run / CONFIG).write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """run.json of a run. Raises ValueError if it is not there or is not JSON."""
+    try:
+        return json.loads((run / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ValueError(f"run must be the folder of a run, with {CONFIG}, got {run}") from None
+
+
+class Log:
+    """The files of a run, appended to once an update; each update is one axis step, its policy version."""
+
+    def __init__(self, run: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._metrics = (run / METRICS).open("a", encoding="utf-8")
+        self._rollouts = (run / ROLLOUTS).open("a", encoding="utf-8")
+        self._events = SummaryWriter(str(run / "tensorboard"))
+
+    def update(self, metrics: Mapping[str, Any], groups: tuple[Group, ...]) -> None:
+        """Write the metrics of an update and the responses it consumed, at the version before it."""
+        version = metrics["policy_version"]
+        self._metrics.write(json.dumps(dict(metrics)) + "\n")
+        self._metrics.flush()
+        for group in groups:
+            for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
+                self._rollouts.write(rollout_line(rollout, reward, version - 1) + "\n")
+        self._rollouts.flush()
+        for name, value in metrics.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._events.add_scalar(name, value, version)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._rollouts.close()
+        self._events.close()
+
+
+class Progress:
+    """One live line on a terminal, a plain line now and then elsewhere."""
+
+    def __init__(self, updates: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        self._console = Console()
+        self._every = max(1, updates // 20)
+        text = TextColumn("{task.fields[text]}")
+        self._bar = Bar(
+            TextColumn("update"), MofNCompleteColumn(), BarColumn(20), text, TimeElapsedColumn(), console=self._console
+        )
+        self._task = self._bar.add_task("", total=updates, text="")
+        self._audited = self._differing = 0
+        if self._console.is_terminal:
+            self._bar.start()
+
+    def update(self, metrics: Mapping[str, Any]) -> None:
+        """Show an update."""
+        self._audited += metrics["audited_tokens"]
+        self._differing += metrics["differing_tokens"]
+        text = (
+            f"reward {metrics['reward_mean']:.3f}  lag {metrics['lag_mean']:.1f}/{metrics['lag_max']}  "
+            f"ess {metrics['ess']:.3f}  max ratio {metrics['ratio_max']:.2f}  "
+            f"{metrics['tokens'] / metrics['seconds']:.0f} tok/s  "
+            f"audited {self._audited}, differing {self._differing}"
+        )
+        if "accuracy" in metrics:
+            text += f"  held-out {metrics['accuracy']:.3f}"
+        self._bar.update(self._task, advance=1, text=text)
+        done = int(self._bar.tasks[0].completed)
+        if not self._console.is_terminal and (done % self._every == 0 or "accuracy" in metrics):
+            print(f"update {done}/{int(self._bar.tasks[0].total)}  {text}", flush=True)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def table(title: str, rows: Mapping[str, Any]) -> None:
+    """Print names and values in two columns."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(title=title, show_header=False)
+    for name, value in rows.items():
+        shown.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    Console().print(shown)
+
+
+def plot(run: Path) -> Path:
+    """plot.png of a run: reward and accuracy, effective sample size, the gap's k3, and lag, by update."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    metrics = read_metrics(run)
+    axis = [line["policy_version"] for line in metrics]
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
+    shown = (("reward_mean",), ("ess", "ratio_max"), ("k1", "k3"), ("lag_mean", "lag_max"))
+    for place, names in zip(axes.flat, shown, strict=True):
+        for name in names:
+            place.plot(axis, [line[name] for line in metrics], label=name, linewidth=1)
+    held = [(line["policy_version"], line["accuracy"]) for line in metrics if "accuracy" in line]
+    if held:
+        axes.flat[0].plot(*zip(*held, strict=True), "o-", label="held-out accuracy", markersize=3)
+    differing = sum(line["differing_tokens"] for line in metrics)
+    audited = sum(line["audited_tokens"] for line in metrics)
+    figure.suptitle(f"{run.name}: {audited} tokens audited, {differing} differing")
+    for place in axes.flat:
+        place.legend(fontsize=8)
+        place.grid(alpha=0.3)
+    for place in axes[1]:
+        place.set_xlabel("policy version")
+    figure.savefig(run / "plot.png", dpi=110)
+    pyplot.close(figure)
+    return run / "plot.png"
