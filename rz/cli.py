@@ -1,7 +1,10 @@
 """The command line: each command's options are the fields of one config value."""
 
+import contextlib
+import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -167,9 +170,11 @@ def _demo(config: DemoConfig) -> int:
 
 
 def _tokenizer(folder: Path, task: str) -> Any:
-    """The tokenizer of a checkpoint; none for a task that has its own."""
-    if task.partition("?")[0] == "arithmetic":
+    """The tokenizer of a checkpoint; none for a task that does not ask for one."""
+    if task.partition(":")[0] not in ("reasoning-gym", "jsonl"):
         return None
+    if not folder.is_dir():
+        raise ValueError(f"model must be the folder of a checkpoint, got {folder}")
     from transformers import AutoTokenizer
 
     try:
@@ -300,23 +305,45 @@ RUN = {
 }
 
 
+def _parse(app: tyro.extras.SubcommandApp, arguments: list[str]) -> Any:
+    """The command that arguments name. Raises: ValueError, one line, where tyro prints a box and exits."""
+    said, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ |= {} if {"-h", "--help"} & set(arguments) else {"COLUMNS": "100000"}  # one row a sentence
+    try:
+        with contextlib.redirect_stderr(said):
+            return app.cli(prog="rz", args=arguments, config=(tyro.conf.OmitSubcommandPrefixes,))
+    except SystemExit as end:
+        if not end.code:
+            raise
+    finally:
+        os.environ.pop("COLUMNS", None)
+        os.environ |= {} if columns is None else {"COLUMNS": columns}
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", said.getvalue())
+    rule = r"^[\u2502 ]*(?:-{8,}|\u2500{8,}|\u256d.*)[\u2502 ]*$"  # between title, message and hints
+    message = re.split(rule, plain, flags=re.MULTILINE)[1].replace("\u2502", " ")
+    raise ValueError(re.sub(r"^Error parsing (\w+(Config|Command): )?", "", " ".join(message.split())))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run one command. Exit status: 0; 1 if tokens differ or a probe fails; 2 for bad input, with one line."""
-    app = tyro.extras.SubcommandApp()
-    for name, kind in (
-        ("demo", DemoConfig),
-        ("train", TrainConfig),
-        ("audit", AuditCommand),
-        ("verify", VerifyCommand),
-        ("eval", EvalCommand),
-        ("bench rollout", BenchRolloutCommand),
-        ("model smollm2", Smollm2Command),
-        ("model tiny", TinyCommand),
+    app, bench, model = (tyro.extras.SubcommandApp() for _ in range(3))
+    bench.__doc__, model.__doc__ = "Measure speed.", "Make a checkpoint."
+    for group, name, kind in (
+        (app, "demo", DemoConfig),
+        (app, "train", TrainConfig),
+        (app, "audit", AuditCommand),
+        (app, "verify", VerifyCommand),
+        (app, "eval", EvalCommand),
+        (bench, "rollout", BenchRolloutCommand),
+        (model, "smollm2", Smollm2Command),
+        (model, "tiny", TinyCommand),
     ):
-        app.command(name=name)(kind)
+        group.command(name=name)(kind)
+    app.command(bench, name="bench")
+    app.command(model, name="model")
     try:
-        command = app.cli(prog="rz", args=arguments, config=(tyro.conf.OmitSubcommandPrefixes,))
+        command = _parse(app, sys.argv[1:] if arguments is None else arguments)
         sys.exit(RUN[type(command)](command))
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"rz: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

@@ -51,7 +51,7 @@ class DemoConfig:
     target: float = 0.9
     warm_up: float = 0.5
     audit_share: float = 0.2
-    learning_rate: float = 2e-4
+    learning_rate: float = 1e-4
     seed: int = 0
 
     def __attrs_post_init__(self) -> None:
@@ -149,7 +149,7 @@ def demo(config: DemoConfig) -> dict[str, Any]:
         group_size=8,
         groups_per_update=16,
         max_lag=config.max_lag,
-        slots=128,
+        slots=256,
         max_tokens=TOKENS,
         max_length=LENGTH,
         learning_rate=config.learning_rate,
@@ -158,6 +158,7 @@ def demo(config: DemoConfig) -> dict[str, Any]:
         save_every=max(1, config.updates // 20),
         eval_every=25,
         eval_prompts=512,
+        eval_temperature=1.0,
         stop_accuracy=config.target,
     )
     held_out = Arithmetic(digits=DIGITS, seed=config.seed, split="held_out")

@@ -9,7 +9,7 @@ from rz.batch import Request, Rollout
 from rz.engine.record import Record, check_publish, check_request
 from rz.engine.sampling import sample_tokens, uniforms
 from rz.models.compute import compute_params
-from rz.models.dense import DenseConfig, forward, head_weight
+from rz.models.dense import DenseConfig, check_params, forward, head_weight
 from rz.ops import linear, paged_attention, paged_plan, tempered_logprobs, write_cache
 
 BLOCK = 128
@@ -38,6 +38,7 @@ class PlainEngine:
         for name, value, least in (("slots", slots, 1), ("max_length", max_length, 2), ("step_tokens", step_tokens, 1)):
             if value < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
+        check_params(params, config)
         self._blocks = -(-max_length // BLOCK)
         shape = (slots * self._blocks, config.kv_heads, BLOCK, 2 * config.head_dim)
         self._cache = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
@@ -87,22 +88,26 @@ class PlainEngine:
         return sorted(finished, key=lambda rollout: (rollout.prompt_index, rollout.sample))
 
     def running(self) -> list[Rollout]:
+        self._require_open()
         records = self._waiting | {request_id: sequence.record for request_id, sequence in self._running.items()}
         return [records[request_id].rollout("running") for request_id in sorted(records)]
 
     def publish(self, params: Mapping[str, Tensor], version: int) -> None:
         self._require_open()
         check_publish(self._shapes, params, self.version, version)
-        self._params = compute_params(params, dtype=self._dtype)
+        used = compute_params(params, dtype=self._dtype)
+        self._params = {name: value.clone() if value is params.get(name) else value for name, value in used.items()}
         for sequence in self._running.values():
             sequence.computed = 0
         self.version = version
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters that the next step uses, as compute_params names them; not copies."""
+        self._require_open()
         return dict(self._params)
 
     def abort(self, ids: Iterable[tuple[int, int]]) -> None:
+        self._require_open()
         for request_id in ids:
             if request_id in self._running:
                 self._release(request_id)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rz.batch import Request, Rollout
 from rz.engine.record import Record, check_publish, check_request
 from rz.models.compute import compute_params
-from rz.models.dense import DenseConfig
+from rz.models.dense import DenseConfig, check_params
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core in this process
@@ -35,10 +35,11 @@ class VllmEngine:
         dtype: of activations and cache.
         slots: responses that run at once.
         max_length: the longest prompt plus response.
-        step_tokens: tokens of one step at most; a longer prompt is cut into chunks.
+        step_tokens: tokens of one step at most, >= slots; a longer prompt is cut into chunks.
         cache_tokens: size of the paged cache, at least max_length; None: enough that nothing is ever preempted.
         block_size: of the cache, a multiple of 32.
         prefix_caching: reuse equal prefixes under the same weights.
+    Attributes: cached_tokens, the prompt tokens that came from the prefix cache, over all responses.
     Raises: ValueError naming the field, the rule and the value.
     """
 
@@ -60,6 +61,8 @@ class VllmEngine:
         for name, value, least in (("slots", slots, 1), ("max_length", max_length, 2), ("step_tokens", step_tokens, 1)):
             if value < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
+        if step_tokens < slots:
+            raise ValueError(f"step_tokens must be >= slots {slots}, got {step_tokens}")
         if max_length > config.max_positions:
             raise ValueError(
                 f"max_length must be <= the model's max_positions {config.max_positions}, got {max_length}"
@@ -72,6 +75,7 @@ class VllmEngine:
                 f"cache_tokens must hold one response of max_length ({blocks * block_size}), got {cache_tokens}"
             )
         blocks = slots * blocks if cache_tokens is None else cache_tokens // block_size
+        check_params(params, config)
         os.environ.update(ENVIRONMENT)
         from vllm import LLM, ModelRegistry, SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -113,10 +117,11 @@ class VllmEngine:
         self._dtype = dtype
         self._shapes = {name: value.shape for name, value in params.items()}
         self._records: dict[tuple[int, int], Record] = {}
-        self.config, self.max_length, self.version = config, max_length, version - 1
+        self.config, self.max_length, self.version, self.cached_tokens = config, max_length, version - 1, 0
         self.publish(params, version)
 
     def submit(self, request: Request) -> None:
+        llm = self._open()
         check_request(request, self._records, vocab_size=self.config.vocab_size, max_length=self.max_length)
         sampling = self._make_sampling(
             max_tokens=request.max_tokens,
@@ -124,7 +129,7 @@ class VllmEngine:
             stop_token_ids=list(request.stop_ids),
             extra_args={"seed": request.seed},
         )
-        self._llm.add_request(_name(request.id), self._make_prompt(prompt_token_ids=list(request.prompt_ids)), sampling)
+        llm.add_request(_name(request.id), self._make_prompt(prompt_token_ids=list(request.prompt_ids)), sampling)
         self._records[request.id] = Record(request)
 
     def step(self) -> list[Rollout]:
@@ -132,6 +137,8 @@ class VllmEngine:
         for output in self._open().step():
             request_id = tuple(int(part) for part in output.request_id.split("."))
             record, (completion,) = self._records[request_id], output.outputs
+            if not record.tokens:
+                self.cached_tokens += output.num_cached_tokens
             for token, logprobs in zip(completion.token_ids, completion.logprobs, strict=True):
                 record.append(token, logprobs[token].logprob, self.version)
             if output.finished:
@@ -140,6 +147,7 @@ class VllmEngine:
         return sorted(finished, key=lambda rollout: (rollout.prompt_index, rollout.sample))
 
     def running(self) -> list[Rollout]:
+        self._open()
         return [self._records[request_id].rollout("running") for request_id in sorted(self._records)]
 
     def publish(self, params: Mapping[str, Tensor], version: int) -> None:
@@ -154,10 +162,16 @@ class VllmEngine:
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters that the next step uses, as compute_params names them; not copies."""
+        self._open()
         return dict(self._model.own)
 
+    @property
+    def scheduler(self):
+        """vLLM's own scheduler, to look at: what it runs, has computed and has preempted."""
+        return self._open().engine_core.engine_core.scheduler
+
     def abort(self, ids: Iterable[tuple[int, int]]) -> None:
-        known = [request_id for request_id in ids if request_id in self._records]
+        known = [request_id for request_id in dict.fromkeys(ids) if request_id in self._records]
         self._open().abort_request([_name(request_id) for request_id in known])
         for request_id in known:
             del self._records[request_id]
