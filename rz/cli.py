@@ -178,10 +178,12 @@ def _tokenizer(folder: Path, task: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer, line = AutoTokenizer.from_pretrained(folder, local_files_only=True), "it has no tokens"
     except (OSError, ValueError) as error:
-        line = str(error).splitlines()[0]
-        raise ValueError(f"model must hold a tokenizer for task {task!r}, got {folder} ({line})") from None
+        tokenizer, line = None, str(error).splitlines()[0]
+    if tokenizer is None or not len(tokenizer) or not tokenizer.encode("1"):  # made of nothing where no file is
+        raise ValueError(f"model must hold a tokenizer for task {task!r}, got {folder} ({line})")
+    return tokenizer
 
 
 def _open_tasks(folder: Path, spec: str, seed: int, chat_template: bool, *splits: str) -> list[Any]:

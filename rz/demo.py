@@ -24,6 +24,7 @@ from rz.tasks import Arithmetic
 
 DIGITS, LENGTH, TOKENS = 2, 16, 5  # of the operands; longest prompt plus response; longest response
 WARM_UP_RATE, WARM_UP_BATCH, WARM_UP_LIMIT = 1e-3, 128, 6000
+GREEDY = 0.001  # a temperature
 
 
 @attrs.frozen(kw_only=True)
@@ -37,7 +38,7 @@ class DemoConfig:
         max_lag: largest policy lag of a token.
         updates: at most; the run ends earlier at the target accuracy.
         target: held-out accuracy at which training ends; 0 makes all updates.
-        warm_up: accuracy, of sampled answers, at which supervised learning ends.
+        warm_up: held-out accuracy (greedy, as all here) at which supervised learning ends.
         audit_share: part of the responses that is replayed, token by token.
         learning_rate: of the RL updates.
         seed: of model, questions and samples.
@@ -87,7 +88,7 @@ def warm_up(
     seed: int,
     show: Callable[[int, float, float], None] = lambda step, loss, accuracy: None,
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Supervised learning of sums until sampled answers (temperature 1) are right with `accuracy`.
+    """Supervised learning of sums until `accuracy` of held-out questions are answered right (greedily).
 
     Returns: (parameters, accuracy reached on held-out questions).
     Raises: RuntimeError if that takes more than WARM_UP_LIMIT steps.
@@ -99,7 +100,7 @@ def warm_up(
     for step in range(WARM_UP_LIMIT):
         if step % 20 == 0:
             reached = evaluate(
-                state.params, model, held_out, questions=256, temperature=1.0, max_tokens=TOKENS, max_length=LENGTH,
+                state.params, model, held_out, questions=256, temperature=GREEDY, max_tokens=TOKENS, max_length=LENGTH,
                 slots=256, dtype=torch.float32, seed=seed,
             ).mean  # fmt: skip
             show(step, loss, reached)
@@ -158,7 +159,6 @@ def demo(config: DemoConfig) -> dict[str, Any]:
         save_every=max(1, config.updates // 20),
         eval_every=25,
         eval_prompts=512,
-        eval_temperature=1.0,
         stop_accuracy=config.target,
     )
     held_out = Arithmetic(digits=DIGITS, seed=config.seed, split="held_out")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from rz.audit import AuditResult, replay
+from rz.audit import replay
 from rz.config import DTYPES
 from rz.models.dense import random_params
 from rz.models.hf import load_config, load_params, save_checkpoint
@@ -26,10 +26,10 @@ DEVIATION = 0.15  # of the random model's weights: logits wide enough for one un
 class ProveConfig:
     """Sample on real vLLM in every way it has, replay each token under the weights that sampled it, count differences.
 
-    Prompts of 1 to 2,000 tokens, responses past 1,000, batches of 1 to 64, prefix-cache hits, small odd chunk budgets, a
-    cache so small that requests are preempted, publishes in mid-response, temperatures 0.6 and 1.0; in each dtype and
-    under each thread count. Two controls must differ: one weight moved by one unit in the last place, and vLLM's own
-    model. Exit status 1 if a token differs or a control does not.
+    Prompts of 1 to 2,000 tokens, responses past 1,000, batches of 1 to 64, prefix-cache hits, small odd chunk budgets,
+    a cache so small that requests are preempted, publishes in mid-response, temperatures 0.6 and 1.0; in each dtype
+    and under each thread count. Two controls must differ: one weight moved by one unit in the last place, and vLLM's
+    own model. Exit status 1 if a token differs or a control does not.
 
     Args:
         tokens: sampled tokens in all, at least.

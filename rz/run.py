@@ -80,10 +80,19 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
             raise ValueError(
                 f"token ids of the task must be < the model's vocab_size {model.vocab_size}, got {highest}"
             )
+        if (length := len(prompt.token_ids)) + config.max_tokens > config.max_length:
+            raise ValueError(
+                f"max_length must be >= the tokens of the task's prompt {prompt.index} ({length}) + max_tokens "
+                f"({config.max_tokens}), got {config.max_length}"
+            )
     require_aligned(config.torch_dtype, product_shapes(model), **probe_settings(model, config.torch_dtype))
     folder = report.new_run_folder(config.out)
     state = PolicyState(params=state_params, optimizer=adamw_init(state_params), version=0)
-    engine = open_engine(config, model, state)
+    try:
+        engine = open_engine(config, model, state)
+    except (ValueError, ImportError):
+        folder.rmdir()
+        raise
     report.write_config(folder, attrs.asdict(config))
     log, progress = report.Log(folder), report.Progress(config.updates)
     totals = {"tokens": 0, "lag": 0.0, "lag_max": 0, "audited": 0, "differing": 0}

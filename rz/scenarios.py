@@ -202,10 +202,8 @@ def stock_rollouts(folder: Path, *, dtype: torch.dtype, wanted: Sequence[Request
     )  # fmt: skip
     torch.set_num_threads = set_threads  # vLLM's worker puts one that does nothing in its place
     torch.set_num_threads(threads)
-    settings = [
-        SamplingParams(logprobs=0, detokenize=False, ignore_eos=True, max_tokens=r.max_tokens, temperature=r.temperature)
-        for r in wanted
-    ]
+    common = {"logprobs": 0, "detokenize": False, "ignore_eos": True}
+    settings = [SamplingParams(max_tokens=r.max_tokens, temperature=r.temperature, **common) for r in wanted]
     prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in wanted]
     with torch.compiler.set_stance("force_eager"):  # its sampler compiles one function, for 20 s
         outputs = [output.outputs[0] for output in llm.generate(prompts, settings, use_tqdm=False)]

@@ -28,6 +28,8 @@ class VllmEngine:
     vLLM keeps scheduling, continuous batching, the paged cache, chunked prefill, prefix caching and preemption. The
     model class, attention backend and sampler are rz's, so a token's logprob has the learner's bits.
 
+    Have one open at a time in a process: vLLM's process groups are global, and closing one engine ends those of all.
+
     Args:
         folder: a Hugging Face checkpoint folder; only its config is read here.
         config: of that folder.

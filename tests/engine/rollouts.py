@@ -1,0 +1,49 @@
+"""Requests, and what becomes of them."""
+
+import torch
+
+from rz.audit import AuditResult, replay
+from rz.batch import Request
+
+
+def prompt(length, seed=0):
+    """Token ids of the 96-token vocabulary, a function of (length, seed)."""
+    return torch.randint(0, 96, (length,), generator=torch.Generator().manual_seed(1000 * length + seed)).tolist()
+
+
+def ask(index, prompt_ids, **changes):
+    settings = dict(prompt_index=index, sample=0, prompt_ids=prompt_ids, seed=index + 7, max_tokens=12) | changes
+    return Request(**settings)
+
+
+def mixed(count=12):
+    """Requests of many lengths at two temperatures; several prompts are longer than a step's budget."""
+    return [
+        ask(i, prompt((1, 5, 64, 129, 300, 17)[i % 6], i), max_tokens=1 + 9 * i % 40, temperature=(1.0, 0.6)[i % 2])
+        for i in range(count)
+    ]
+
+
+def finish(engine, requests=()):
+    """{id: rollout} of these requests and whatever else runs, at their end."""
+    for request in requests:
+        engine.submit(request)
+    done = {}
+    while engine.running():
+        done |= {(rollout.prompt_index, rollout.sample): rollout for rollout in engine.step()}
+    return done
+
+
+def bits(rollout):
+    """All that a response is, comparable: token ids, bits of logprobs, why it stopped."""
+    return rollout.response_ids, rollout.behaviour_logprobs.view(torch.int32).tolist(), rollout.stop_reason
+
+
+def all_bits(done):
+    return {key: bits(rollout) for key, rollout in done.items()}
+
+
+def audit(weights, config, rollouts, dtype=torch.float32):
+    """The replay of rollouts whose version v was sampled under weights[v]."""
+    parts = [replay(params, config, rollouts, version=version, dtype=dtype) for version, params in weights.items()]
+    return sum(parts, AuditResult())
