@@ -179,8 +179,10 @@ def audit_run(run: Path) -> tuple[AuditResult, str | None]:
         see first_difference).
     Raises: ValueError if run is not the folder of a run or a kept checkpoint is damaged.
     """
-    settings = report.read_config(run)
-    dtype = DTYPES[settings["dtype"]]
+    name = report.read_config(run).get("dtype")
+    if name not in DTYPES:
+        raise ValueError(f"dtype in {run / report.CONFIG} must be one of {', '.join(DTYPES)}, got {name!r}")
+    dtype = DTYPES[name]
     result, where = AuditResult(), None
     rollouts = list(report.read_rollouts(run))
     for version, folder in kept_versions(run).items():

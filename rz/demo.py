@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -45,8 +45,8 @@ class DemoConfig:
     """
 
     out: Path = Path("runs/demo")
-    engine: str = "vllm"
-    dtype: str = "float32"
+    engine: Literal["vllm", "plain"] = "vllm"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     max_lag: int = 8
     updates: int = 2000
     target: float = 0.9
@@ -123,11 +123,11 @@ def _logprobs(params, batch: TrainBatch, *, model: DenseConfig) -> torch.Tensor:
 def demo(config: DemoConfig) -> dict[str, Any]:
     """Make the checkpoint, warm it up, train it; returns the closing table of rz.run.run.
 
-    The warmed-up checkpoint is written to out/start, the run to out/rl, so that `rz audit` and `rz train` work on them.
+    The run is written to out, the warmed-up checkpoint beside it (out-start), so that `rz train` can start from it too.
     """
     folder = report.new_run_folder(config.out)
     began = time.perf_counter()
-    start = folder / "start"
+    start = folder.with_name(folder.name + "-start")
     make_tiny(
         start, family="qwen3", layers=4, hidden_size=128, heads=4, kv_heads=2, head_dim=32, intermediate_size=512,
         vocab_size=len(Arithmetic.tokenizer), tied=True, max_positions=64, seed=config.seed,
@@ -143,7 +143,7 @@ def demo(config: DemoConfig) -> dict[str, Any]:
     train = TrainConfig(
         model=start,
         task="arithmetic",
-        out=folder / "rl",
+        out=folder,
         engine=config.engine,
         dtype=config.dtype,
         updates=config.updates,

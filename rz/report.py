@@ -92,8 +92,15 @@ def read_config(run: Path) -> dict[str, Any]:
         raise ValueError(f"run must be the folder of a run, with {CONFIG}, got {run}") from None
 
 
+def _is_nonfinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 class Log:
-    """The files of a run, appended to once an update; each update is one axis step, its policy version."""
+    """The files of a run, appended to once an update; each update is one axis step, its policy version.
+
+    JSON has no NaN and no infinity: in metrics.jsonl such a value is null.
+    """
 
     def __init__(self, run: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -105,14 +112,15 @@ class Log:
     def update(self, metrics: Mapping[str, Any], groups: tuple[Group, ...]) -> None:
         """Write the metrics of an update and the responses it consumed, at the version before it."""
         version = metrics["policy_version"]
-        self._metrics.write(json.dumps(dict(metrics)) + "\n")
+        strict = {name: None if _is_nonfinite(value) else value for name, value in metrics.items()}
+        self._metrics.write(json.dumps(strict) + "\n")
         self._metrics.flush()
         for group in groups:
             for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
                 self._rollouts.write(rollout_line(rollout, reward, version - 1) + "\n")
         self._rollouts.flush()
         for name, value in metrics.items():
-            if isinstance(value, int | float) and math.isfinite(value):
+            if not _is_nonfinite(value):
                 self._events.add_scalar(name, value, version)
 
     def close(self) -> None:

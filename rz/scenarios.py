@@ -180,7 +180,7 @@ def prove_scenario(
 def moved_by_one_ulp(params: Mapping[str, Tensor], *, dtype: torch.dtype) -> dict[str, Tensor]:
     """params with one weight, of the first norm, moved to the next number of dtype."""
     name = "layers.0.input_norm.weight"
-    moved = params[name].to(dtype)
+    moved = params[name].to(dtype, copy=True)
     moved[0] = torch.nextafter(moved[0], torch.tensor(torch.inf, dtype=dtype))
     return {**params, name: moved.float()}
 

@@ -133,7 +133,8 @@ def test_the_share_is_kept_and_each_number_matters():
     responses = [_empty(prompt, sample) for prompt in range(500) for sample in range(8)]
     chosen = lambda seed: [is_audited(seed, rollout, 0.25) for rollout in responses]
     assert abs(sum(chosen(0)) - 1000) < 137 and chosen(0) != chosen(1)
-    groups = {tuple(chosen(0)[start : start + 8]) for start in range(0, 4000, 8)}
+    first = chosen(0)
+    groups = {tuple(first[start : start + 8]) for start in range(0, 4000, 8)}
     assert len(groups) > 50 and any(0 < sum(group) < 8 for group in groups)
 
 

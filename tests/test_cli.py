@@ -228,7 +228,18 @@ def test_an_impossible_evaluation_is_one_line(model, options, says):
 
 
 def test_help_of_every_command():
-    for command in ("", "demo", "train", "audit", "verify", "eval", "bench rollout", "model smollm2", "model tiny"):
+    for command in (
+        "",
+        "demo",
+        "train",
+        "audit",
+        "verify",
+        "eval",
+        "prove",
+        "bench rollout",
+        "model smollm2",
+        "model tiny",
+    ):
         status, out, err = rz(*command.split(), "--help")
         assert (status, err) == (0, "") and f"usage: rz {command}".strip() in out
 

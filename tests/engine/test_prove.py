@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
-from rollouts import all_bits, ask, finish, mixed, prompt
+from rollouts import all_bits, finish, mixed
 
 from rz import prove as prove_module
 from rz.audit import replay
@@ -151,8 +151,3 @@ def test_a_process_that_fails_ends_the_proof(monkeypatch):
 def test_bad_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         ProveConfig(**change)
-
-
-def test_a_response_of_a_stock_engine_is_not_cut_by_the_config(several, model):
-    (rollout,) = stock_rollouts(model[0], dtype=torch.float32, wanted=[ask(0, prompt(5), max_tokens=40)])
-    assert len(rollout.response_ids) == 40 and rollout.stop_reason == "length"
