@@ -82,6 +82,7 @@ def work(kind: str, folder: str, dtype: str, sequences: str, prompt_tokens: str,
 
 def _worker(kind: str, arguments: list[str]) -> subprocess.Popen:
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # stock vLLM would leave a core out
     return subprocess.Popen(
         [sys.executable, "-c", "import sys; from rz.bench import work; work(*sys.argv[1:])", kind, *arguments],
         stdin=subprocess.PIPE,
@@ -106,7 +107,8 @@ def _round(worker: subprocess.Popen, number: int) -> float:
 def bench_rollout(
     folder: Path, *, dtype: str, sequences: int, prompt_tokens: int, response_tokens: int, rounds: int
 ) -> dict[str, Any]:
-    """Tokens per second of both, each in a process of its own, measured by turns after one round of warm-up.
+    """Tokens per second of both, each in a process of its own, measured by turns after round 0, a warm-up
+    (stock vLLM compiles in it, which can take minutes). Progress goes to standard error.
 
     Returns: ratio (rz / stock, of the medians), and for each the median, lowest and highest tokens per second.
     Raises: ValueError if the checkpoint or a number is bad; RuntimeError with the worker's last words if one dies.
@@ -129,6 +131,7 @@ def bench_rollout(
         for number in range(rounds + 1):
             for kind, worker in workers.items():
                 seconds = _round(worker, number)
+                print(f"round {number} of {rounds}: {kind} {seconds:.2f} s", file=sys.stderr, flush=True)
                 if number:
                     speeds[kind].append(sequences * response_tokens / seconds)
     finally:

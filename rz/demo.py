@@ -52,7 +52,7 @@ class DemoConfig:
     target: float = 0.9
     warm_up: float = 0.5
     audit_share: float = 0.2
-    learning_rate: float = 1e-4
+    learning_rate: float = 5e-5
     seed: int = 0
 
     def __attrs_post_init__(self) -> None:
