@@ -133,7 +133,7 @@ def _eval(command: EvalCommand) -> int:
         questions=command.questions,
         temperature=command.temperature,
         max_tokens=command.max_tokens,
-        max_length=command.max_length,
+        max_length=command.max_length or min(1024, config.max_positions),
         slots=command.slots,
         dtype=DTYPES[command.dtype],
         seed=command.seed,

@@ -47,7 +47,7 @@ class EvalCommand:
         questions: how many, one response each.
         temperature: 0.001 is as good as greedy.
         max_tokens: longest response.
-        max_length: longest prompt plus response.
+        max_length: longest prompt plus response; without it the model's own limit, 1,024 at most.
         slots: responses at once.
         dtype: of activations.
         split: train or held_out.
@@ -61,7 +61,7 @@ class EvalCommand:
     questions: int = 256
     temperature: float = 0.001
     max_tokens: int = 64
-    max_length: int = 1024
+    max_length: int | None = None
     slots: int = 64
     dtype: Literal["float32", "bfloat16"] = "float32"
     split: Literal["train", "held_out"] = "held_out"

@@ -38,6 +38,10 @@ class PlainEngine:
         for name, value, least in (("slots", slots, 1), ("max_length", max_length, 2), ("step_tokens", step_tokens, 1)):
             if value < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
+        if max_length > config.max_positions:
+            raise ValueError(
+                f"max_length must be <= the model's max_positions {config.max_positions}, got {max_length}"
+            )
         check_params(params, config)
         self._blocks = -(-max_length // BLOCK)
         shape = (slots * self._blocks, config.kv_heads, BLOCK, 2 * config.head_dim)

@@ -100,9 +100,9 @@ def _block(
     for start in range(max(0, int(oldest.min())) // TILE * TILE, int(last[0]) + 1, TILE):
         active = int((last >= start).sum())
         keys = min(TILE, _up(int(last[0]) + 1 - start, QUANTUM))
-        # All rows before the tile's first key may be left out; at least QUANTUM rows are kept.
+        # Rows that lie before the tile's first key in every item are left out; at least QUANTUM rows are kept.
         skipped = max(0, start - int(first_position[:active].max())) * group
-        first_row = min(skipped // QUANTUM * QUANTUM, rows - QUANTUM) if active == 1 or _aligned(first_position) else 0
+        first_row = min(skipped // QUANTUM * QUANTUM, rows - QUANTUM)
         key = torch.arange(start, start + keys)[None, :]
         # Past the end, or before the widest window, the storage may hold anything: read the last key, which is finite.
         newest = last[:active, None]
@@ -124,10 +124,6 @@ def _block(
         tiles=tuple(tiles),
     )
     return block, answers[inside], inside.flatten().nonzero()[:, 0]
-
-
-def _aligned(first_position: Tensor) -> bool:
-    return bool((first_position == first_position[0]).all())
 
 
 def make_plan(

@@ -30,9 +30,10 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _yarn(
     frequencies: Tensor, scaling: Mapping[str, Any], head_dim: int, theta: float, max_position: int
 ) -> tuple[Tensor, float]:
-    factor = _need(scaling, "factor")
-    original = float(scaling.get("original_max_position_embeddings") or max_position)
-    fast, slow = float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1)
+    given = {"original_max_position_embeddings": max_position, "beta_fast": 32, "beta_slow": 1}
+    given |= {name: value for name, value in scaling.items() if value is not None}
+    factor, original = _need(given, "factor"), _need(given, "original_max_position_embeddings")
+    fast, slow = _need(given, "beta_fast"), _need(given, "beta_slow")
 
     def dimension(rotations: float) -> float:
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
