@@ -13,10 +13,10 @@ from rz.batch import Rollout
 from rz.checkpoint import kept_versions
 from rz.config import DTYPES
 from rz.models.compute import compute_params
-from rz.models.dense import DenseConfig, forward
+from rz.models.dense import DenseConfig, forward, head_weight
 from rz.models.hf import load_config, load_params
 from rz.models.policy import packed_logprobs
-from rz.ops import WholeSequences, paged_attention, paged_plan, write_cache
+from rz.ops import WholeSequences, linear, paged_attention, paged_plan, tempered_logprobs, write_cache
 
 PACK_TOKENS = 4096  # tokens replayed in one forward pass
 AGREE = "none: this machine's whole pass and decode agree in every op, so the logged run had other weights or kernels"
@@ -150,6 +150,12 @@ class _Decode:
         return paged_attention(q, self.caches[layer], self.plan, window=window)
 
 
+def _observe_head(params: Mapping[str, Tensor], hidden: Tensor, observe: Callable[[str, Tensor], None]) -> None:
+    logits = linear(hidden, head_weight(params))
+    observe("lm_head", logits)
+    observe("logprobs", tempered_logprobs(logits, temperature=1.0))
+
+
 @torch.no_grad()
 def first_difference(
     params: Mapping[str, Tensor], config: DenseConfig, prefix: Sequence[int], *, dtype: torch.dtype
@@ -163,21 +169,26 @@ def first_difference(
     whole: dict[str, Tensor] = {}
     decoded: dict[str, Tensor] = {}
     keep = lambda kept: lambda name, value: kept.__setitem__(name, value[-1].clone())
-    forward(used, config, tokens, positions, WholeSequences([len(prefix)]), observe=keep(whole))
+    hidden = forward(used, config, tokens, positions, WholeSequences([len(prefix)]), observe=keep(whole))
+    _observe_head(used, hidden, keep(whole))
     past = _Decode(config, len(prefix), dtype)
     for start, stop in ((0, len(prefix) - 1), (len(prefix) - 1, len(prefix))):
         if stop > start:
             past.expect(start, stop)
-            forward(used, config, tokens[start:stop], positions[start:stop], past, observe=keep(decoded))
+            hidden = forward(used, config, tokens[start:stop], positions[start:stop], past, observe=keep(decoded))
+            _observe_head(used, hidden, keep(decoded))
     return next((name for name in whole if not torch.equal(whole[name], decoded[name])), None)
 
 
 def audit_run(run: Path) -> tuple[AuditResult, str | None]:
     """Replay every logged token of a run whose version's weights the run kept.
 
+    Tokens of versions that were not kept cannot be replayed and are not counted.
+
     Returns: (the result, and if a token differs, the first op in which a whole pass and decoding of its prefix differ:
         see first_difference).
-    Raises: ValueError if run is not the folder of a run or a kept checkpoint is damaged.
+    Raises: ValueError if run is not the folder of a run, a kept checkpoint is damaged, a token is outside the
+        vocabulary, or there is no token to replay: an audit of nothing proves nothing.
     """
     name = report.read_config(run).get("dtype")
     if name not in DTYPES:
@@ -191,6 +202,9 @@ def audit_run(run: Path) -> tuple[AuditResult, str | None]:
             continue
         config = load_config(folder)
         params = load_params(folder, config)
+        for token in (token for rollout in sampled for token in rollout.prompt_ids + rollout.response_ids):
+            if not 0 <= token < config.vocab_size:
+                raise ValueError(f"tokens in {run / report.ROLLOUTS} must be in [0, {config.vocab_size}), got {token}")
         found = replay(params, config, sampled, version=version, dtype=dtype)
         if found.differing and not result.differing:
             prompt, sample, index = found.first
@@ -198,4 +212,7 @@ def audit_run(run: Path) -> tuple[AuditResult, str | None]:
             prefix = rollout.prompt_ids + rollout.response_ids[:index]
             where = first_difference(params, config, prefix, dtype=dtype) or AGREE
         result += found
+    if not result.tokens:
+        kept = ", ".join(map(str, kept_versions(run))) or "none"
+        raise ValueError(f"run must hold tokens of a version whose weights it kept ({kept}), got none in {run}")
     return result, where

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -88,7 +89,8 @@ def _audit(command: AuditCommand) -> int:
     from rz.audit import audit_run
 
     result, where = audit_run(command.run)
-    values = {"tokens": result.tokens, "differing": result.differing, "max_abs": result.max_abs}
+    farthest = result.max_abs if math.isfinite(result.max_abs) else None  # JSON has no infinity
+    values = {"tokens": result.tokens, "differing": result.differing, "max_abs": farthest}
     if result.differing:
         values |= {"first": result.first, "op": where}
     _print(values, command.json, f"rz audit {command.run}")
@@ -167,17 +169,19 @@ def _prove(config: ProveConfig) -> int:
 
 def _smollm2(command: Smollm2Command) -> int:
     from rz.models.make import make_smollm2
+    from rz.report import new_run_folder
 
-    make_smollm2(command.out)
+    make_smollm2(new_run_folder(command.out))
     print(f"wrote {command.out}: SmolLM2-135M-Instruct, 4-bit weights dequantised to float32")
     return 0
 
 
 def _tiny(command: TinyCommand) -> int:
     from rz.models.make import make_tiny
+    from rz.report import new_run_folder
 
     values = attrs.asdict(command)
-    make_tiny(values.pop("out"), **values)
+    make_tiny(new_run_folder(values.pop("out")), **values)
     print(f"wrote {command.out}")
     return 0
 

@@ -103,6 +103,8 @@ class TrainConfig:
             value = getattr(self, name)
             if not 0 < value < math.inf and not (name == "learning_rate" and value == 0):
                 raise ValueError(f"{name} must be > 0 and finite, got {value}")
+        if self.engine == "vllm" and self.temperature < 0.01:
+            raise ValueError(f"temperature must be >= 0.01, which vLLM raises lower ones to, got {self.temperature}")
         for name in ("weight_decay", "max_grad_norm"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")

@@ -58,6 +58,36 @@ class DemoConfig:
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.warm_up < 1:
             raise ValueError(f"warm_up must be in [0, 1), got {self.warm_up}")
+        self.train_config()
+
+    @property
+    def start(self) -> Path:
+        """Folder of the warmed-up checkpoint, beside the run."""
+        return self.out.with_name(self.out.name + "-start")
+
+    def train_config(self) -> TrainConfig:
+        """The settings of the RL run."""
+        return TrainConfig(
+            model=self.start,
+            task="arithmetic",
+            out=self.out,
+            engine=self.engine,
+            dtype=self.dtype,
+            updates=self.updates,
+            group_size=8,
+            groups_per_update=16,
+            max_lag=self.max_lag,
+            slots=256,
+            max_tokens=TOKENS,
+            max_length=LENGTH,
+            learning_rate=self.learning_rate,
+            seed=self.seed,
+            audit_share=self.audit_share,
+            save_every=max(1, self.updates // 20),
+            eval_every=25,
+            eval_prompts=512,
+            stop_accuracy=self.target,
+        )
 
 
 def examples(task: Arithmetic, start: int, count: int) -> TrainBatch:
@@ -125,9 +155,9 @@ def demo(config: DemoConfig) -> dict[str, Any]:
 
     The run is written to out, the warmed-up checkpoint beside it (out-start), so that `rz train` can start from it too.
     """
-    folder = report.new_run_folder(config.out)
+    start = report.new_run_folder(config.start)
+    report.new_run_folder(config.out)
     began = time.perf_counter()
-    start = folder.with_name(folder.name + "-start")
     make_tiny(
         start, family="qwen3", layers=4, hidden_size=128, heads=4, kv_heads=2, head_dim=32, intermediate_size=512,
         vocab_size=len(Arithmetic.tokenizer), tied=True, max_positions=64, seed=config.seed,
@@ -140,27 +170,7 @@ def demo(config: DemoConfig) -> dict[str, Any]:
     save_checkpoint(start, params, model, source=start)
     warm = time.perf_counter() - began
     print(f"Warm-up took {warm:.0f} s. Now asynchronous RL, max_lag {config.max_lag}, on {config.engine}.", flush=True)
-    train = TrainConfig(
-        model=start,
-        task="arithmetic",
-        out=folder,
-        engine=config.engine,
-        dtype=config.dtype,
-        updates=config.updates,
-        group_size=8,
-        groups_per_update=16,
-        max_lag=config.max_lag,
-        slots=256,
-        max_tokens=TOKENS,
-        max_length=LENGTH,
-        learning_rate=config.learning_rate,
-        seed=config.seed,
-        audit_share=config.audit_share,
-        save_every=max(1, config.updates // 20),
-        eval_every=25,
-        eval_prompts=512,
-        stop_accuracy=config.target,
-    )
+    train = config.train_config()
     held_out = Arithmetic(digits=DIGITS, seed=config.seed, split="held_out")
     rows = run(train, Arithmetic(digits=DIGITS, seed=config.seed), held_out)
     return rows | {"warm-up seconds": warm, "seconds in all": time.perf_counter() - began}

@@ -1,6 +1,7 @@
 """Accuracy on held-out questions."""
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Mapping
 
@@ -47,6 +48,8 @@ def evaluate(
 ) -> Accuracy:
     """Answer the first `questions` questions of a task once each, with the plain engine (the same bits as vLLM).
 
+    A task that has fewer questions is asked all of them, once.
+
     Args:
         params: float32 masters.
         temperature: > 0; 0.001 is as good as greedy.
@@ -54,6 +57,9 @@ def evaluate(
     """
     if questions < 1:
         raise ValueError(f"questions must be >= 1, got {questions}")
+    if hasattr(task, "__len__"):
+        with contextlib.suppress(TypeError):  # a task without a last question
+            questions = min(questions, len(task))
     prompts = [task.prompt(index) for index in range(questions)]
     engine = PlainEngine(config, params, dtype=dtype, slots=min(slots, questions), max_length=max_length)
     for prompt in prompts:

@@ -108,8 +108,8 @@ def prove(config: ProveConfig) -> dict[str, Any]:
     """
     began = time.perf_counter()
     results: list[dict[str, Any]] = []
-    if config.model is not None:
-        load_config(config.model)
+    if config.model is not None and (longest := load_config(config.model).max_positions) < 3200:
+        raise ValueError(f"max_positions of the model must be >= 3200, got {longest}")
     with tempfile.TemporaryDirectory(prefix="rz-prove-") as work:
         folder = Path(work) / "model" if config.model is None else config.model.absolute()
         if config.model is None:

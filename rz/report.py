@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,11 @@ def new_run_folder(folder: Path) -> Path:
     return folder
 
 
-def rollout_line(rollout: Rollout, reward: float, version: int) -> str:
-    """One response as JSON. Logprobs are written so that they read back to the same float32 bits."""
+def rollout_line(rollout: Rollout, reward: float | None, version: int | None) -> str:
+    """One response as JSON. Logprobs are written so that they read back to the same float32 bits.
+
+    reward and version are null for a response that finished but was not consumed when the run ended.
+    """
     return json.dumps(
         {
             "prompt": rollout.prompt_index,
@@ -87,8 +90,8 @@ def write_config(run: Path, values: Mapping[str, Any]) -> None:
 def read_config(run: Path) -> dict[str, Any]:
     """run.json of a run. Raises ValueError if it is not there or is not JSON."""
     try:
-        return json.loads((run / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return dict(json.loads((run / CONFIG).read_text(encoding="utf-8")).items())
+    except (OSError, ValueError, AttributeError):
         raise ValueError(f"run must be the folder of a run, with {CONFIG}, got {run}") from None
 
 
@@ -122,6 +125,11 @@ class Log:
         for name, value in metrics.items():
             if not _is_nonfinite(value):
                 self._events.add_scalar(name, value, version)
+
+    def unused(self, rollouts: Iterable[Rollout]) -> None:
+        """Write the responses that finished but were not consumed when the run ended."""
+        for rollout in rollouts:
+            self._rollouts.write(rollout_line(rollout, None, None) + "\n")
 
     def close(self) -> None:
         self._metrics.close()

@@ -12,6 +12,7 @@ import torch
 
 from rz import checkpoint, report
 from rz.audit import online_audit
+from rz.batch import Rollout
 from rz.config import TrainConfig
 from rz.engine.interface import Engine
 from rz.engine.plain import PlainEngine
@@ -90,13 +91,14 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
     state = PolicyState(params=state_params, optimizer=adamw_init(state_params), version=0)
     try:
         engine = open_engine(config, model, state)
-    except (ValueError, ImportError):
+    except Exception:
         folder.rmdir()
         raise
     report.write_config(folder, attrs.asdict(config))
     log, progress = report.Log(folder), report.Progress(config.updates)
     totals = {"tokens": 0, "lag": 0.0, "lag_max": 0, "audited": 0, "differing": 0}
     stop, latest, held = asyncio.Event(), [state], []
+    unused: dict[tuple[int, int], Rollout] = {}  # finished, not consumed by an update yet
     began = time.perf_counter()
 
     def measure(params) -> Accuracy | None:
@@ -127,8 +129,12 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
             metrics["accuracy"] = held[-1].mean
             if config.stop_accuracy and held[-1].mean >= config.stop_accuracy:
                 stop.set()
+        # At lag 0 the learner's own forward is a replay: its bits must be the engine's.
+        metrics["differing_tokens"] += int(metrics["differing_lag_0"])
         metrics["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         log.update(metrics, record.groups)
+        for rollout in (rollout for group in record.groups for rollout in group.rollouts):
+            del unused[rollout.prompt_index, rollout.sample]
         progress.update(metrics)
         totals["tokens"] += metrics["tokens"]
         totals["lag"] += metrics["lag_mean"] * metrics["tokens"]
@@ -176,16 +182,20 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
                     version=lambda: engine.version,
                 ),
                 on_update=on_update,
+                on_response=lambda rollout: unused.__setitem__((rollout.prompt_index, rollout.sample), rollout),
                 reward_timeout_s=config.reward_timeout_s,
             )
         )
     finally:
         seconds = time.perf_counter() - began
-        progress.close()
-        log.close()
-        if checkpoint.kept_versions(folder).get(latest[0].version) is None:
-            save(latest[0])
-        engine.close()
+        try:
+            progress.close()
+            log.unused(unused.values())
+            log.close()
+            if checkpoint.kept_versions(folder).get(latest[0].version) is None:
+                save(latest[0])
+        finally:
+            engine.close()
     updates = latest[0].version
     after = measure(latest[0].params)
     if updates:

@@ -207,6 +207,27 @@ def test_tokens_whose_weights_were_not_kept_are_not_counted(run_folder):
     assert audit_run(run_folder) == (AuditResult(tokens=36), None)
 
 
+def test_an_audit_of_nothing_is_refused(run_folder):
+    (run_folder / ROLLOUTS).write_text("")
+    with pytest.raises(ValueError, match=r"run must hold tokens of a version whose weights it kept .*, got none"):
+        audit_run(run_folder)
+
+
+def test_a_logged_token_outside_the_vocabulary_is_refused(run_folder):
+    lines = (run_folder / ROLLOUTS).read_text().splitlines()
+    line = json.loads(lines[0])
+    line["response_ids"][0] = 10**6
+    (run_folder / ROLLOUTS).write_text("\n".join([json.dumps(line), *lines[1:]]) + "\n")
+    with pytest.raises(ValueError, match=r"tokens in .*rollouts.jsonl must be in \[0, \d+\), got 1000000"):
+        audit_run(run_folder)
+
+
+def test_a_head_that_differs_in_decode_alone_is_named(model, monkeypatch):
+    real = rz.audit.linear
+    monkeypatch.setattr(rz.audit, "linear", lambda x, w: real(x, w) if len(x) > 1 else real(x, w) + 1)
+    assert first_difference(model[2][0], model[1], range(1, 30), dtype=torch.float32) == "lm_head"
+
+
 def test_a_changed_log_is_found_and_the_kernels_are_not_blamed(run_folder):
     lines = (run_folder / ROLLOUTS).read_text().splitlines()
     line = json.loads(lines[4])

@@ -176,8 +176,21 @@ def test_a_folder_that_cannot_be_written_is_one_line(model, tmp_path):
     refused(*train, tmp_path, says=(f"out must be a new or empty folder, got {tmp_path} with file",))
     for place in (tmp_path / "file", tmp_path / "file" / "under"):
         refused(*train, place, says=(f"out must be a folder that can be written, got {place}",))
-        refused("model", "tiny", "--out", place, *SIZES.split(), says=("folder must be", str(place)))
+        refused(
+            "model",
+            "tiny",
+            "--out",
+            place,
+            *SIZES.split(),
+            says=("out must be a folder that can be written", str(place)),
+        )
     assert contents(tmp_path) == before
+
+
+def test_a_checkpoint_is_never_replaced_by_a_new_one(model):
+    before = contents(model)
+    refused("model", "tiny", "--out", model, *SIZES.split(), says=(f"out must be a new or empty folder, got {model}",))
+    assert contents(model) == before
 
 
 @pytest.mark.parametrize(

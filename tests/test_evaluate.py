@@ -84,3 +84,11 @@ def test_no_question_and_a_question_too_long_are_refused(model):
         run(model, Answers(), questions=0)
     with pytest.raises(ValueError, match="max_tokens must be <= max_length 7, got 2 \\+ 6 = 8"):
         run(model, Answers(), max_length=7)
+
+
+def test_a_task_with_fewer_questions_is_asked_each_once(model):
+    class Three(Answers):
+        def __len__(self):
+            return 3
+
+    assert run(model, Three(right=(0,)), questions=30).questions == 3

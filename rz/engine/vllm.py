@@ -125,6 +125,8 @@ class VllmEngine:
     def submit(self, request: Request) -> None:
         llm = self._open()
         check_request(request, self._records, vocab_size=self.config.vocab_size, max_length=self.max_length)
+        if request.temperature < 0.01:
+            raise ValueError(f"temperature must be >= 0.01, which vLLM raises lower ones to, got {request.temperature}")
         sampling = self._make_sampling(
             max_tokens=request.max_tokens,
             temperature=request.temperature,

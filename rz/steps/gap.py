@@ -46,6 +46,7 @@ def gap_metrics(logprobs: Tensor, batch: TrainBatch, *, policy_version: int) -> 
     metrics = _summary(difference) | {
         "lag_mean": float(lag.double().mean()) if len(lag) else 0.0,
         "lag_max": float(lag.max()) if len(lag) else 0.0,
+        "differing_lag_0": float((difference[lag == 0] != 0).sum()),
     }
     for low, high in LAG_BUCKETS:
         suffix = f"lag_{low}_up" if high is None else f"lag_{low}" if low == high else f"lag_{low}_{high}"

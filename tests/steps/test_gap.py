@@ -66,12 +66,23 @@ def test_one_ulp_shows():  # below 1/64 a float32 ulp is 2^-30
 def test_bounds_and_empty_conventions(case):
     logprobs, batch, _, _ = case
     got = gap_metrics(logprobs.masked_fill(~batch.mask, torch.nan), batch, policy_version=2)
-    assert len(got) == 9 + 7 * len(SUFFIXES) and all(type(value) is float for value in got.values())
+    assert len(got) == 10 + 7 * len(SUFFIXES) and all(type(value) is float for value in got.values())
     assert 0 < got["ess"] <= 1 and got["k3"] >= 0 and got["k2"] >= 0
     assert got["tokens"] == got["tokens_lag_2_3"] == float(batch.mask.sum())
     for suffix in ["_lag_0", "_lag_65_up"]:
         empty = {name: got[name + suffix] for name in ("k1", "k2", "k3", "gap_max", "ratio_max", "tokens")}
         assert set(empty.values()) == {0.0} and got["ess" + suffix] == 1.0
+
+
+def test_a_token_at_lag_0_whose_bits_differ_is_counted():
+    # versions are 0: at policy_version 0 the lag is 0 and p must be q; the second token is one ulp away, and at
+    # policy_version 1 there is no lag 0.
+    reported = torch.tensor([[-1.0, -2.0]])
+    moved = torch.nextafter(reported, torch.tensor(0.0)).where(torch.tensor([[False, True]]), reported)
+    batch = batch_of(reported.tolist())
+    assert gap_metrics(reported, batch, policy_version=0)["differing_lag_0"] == 0.0
+    assert gap_metrics(moved, batch, policy_version=0)["differing_lag_0"] == 1.0
+    assert gap_metrics(moved, batch, policy_version=1)["differing_lag_0"] == 0.0
 
 
 def test_no_token_at_all():
