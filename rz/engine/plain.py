@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rz.batch import Request, Rollout
-from rz.engine.record import Record, check_publish, check_request
+from rz.engine.record import Record, check_publish, check_request, check_sizes
 from rz.engine.sampling import sample_tokens, uniforms
 from rz.models.compute import compute_params
 from rz.models.dense import DenseConfig, check_params, forward, head_weight
@@ -35,13 +35,7 @@ class PlainEngine:
         step_tokens: int = 2048,
         version: int = 0,
     ) -> None:
-        for name, value, least in (("slots", slots, 1), ("max_length", max_length, 2), ("step_tokens", step_tokens, 1)):
-            if value < least:
-                raise ValueError(f"{name} must be >= {least}, got {value}")
-        if max_length > config.max_positions:
-            raise ValueError(
-                f"max_length must be <= the model's max_positions {config.max_positions}, got {max_length}"
-            )
+        check_sizes(config, slots=slots, max_length=max_length, step_tokens=step_tokens)
         check_params(params, config)
         self._blocks = -(-max_length // BLOCK)
         shape = (slots * self._blocks, config.kv_heads, BLOCK, 2 * config.head_dim)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rz.batch import Request, Rollout
+from rz.models.dense import DenseConfig
 
 
 class Record:
@@ -56,6 +57,15 @@ def check_request(request: Request, taken: Container[tuple[int, int]], *, vocab_
         for token in getattr(request, name):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"{name} must be in [0, {vocab_size}), got {token}")
+
+
+def check_sizes(config: DenseConfig, *, slots: int, max_length: int, step_tokens: int) -> None:
+    """Raises ValueError if an engine of these sizes could serve no response of the model."""
+    for name, value, least in (("slots", slots, 1), ("max_length", max_length, 2), ("step_tokens", step_tokens, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be >= {least}, got {value}")
+    if max_length > config.max_positions:
+        raise ValueError(f"max_length must be <= the model's max_positions {config.max_positions}, got {max_length}")
 
 
 def check_publish(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rz.batch import Request, Rollout
-from rz.engine.record import Record, check_publish, check_request
+from rz.engine.record import Record, check_publish, check_request, check_sizes
 from rz.models.compute import compute_params
 from rz.models.dense import DenseConfig, check_params
 
@@ -60,15 +60,9 @@ class VllmEngine:
         prefix_caching: bool = True,
         version: int = 0,
     ) -> None:
-        for name, value, least in (("slots", slots, 1), ("max_length", max_length, 2), ("step_tokens", step_tokens, 1)):
-            if value < least:
-                raise ValueError(f"{name} must be >= {least}, got {value}")
+        check_sizes(config, slots=slots, max_length=max_length, step_tokens=step_tokens)
         if step_tokens < slots:
             raise ValueError(f"step_tokens must be >= slots {slots}, got {step_tokens}")
-        if max_length > config.max_positions:
-            raise ValueError(
-                f"max_length must be <= the model's max_positions {config.max_positions}, got {max_length}"
-            )
         if block_size < 32 or block_size % 32:
             raise ValueError(f"block_size must be a multiple of 32, got {block_size}")
         blocks = -(-max_length // block_size)

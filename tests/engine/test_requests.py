@@ -52,6 +52,11 @@ def test_plain_settings_that_cannot_work_are_refused(model, name):
         PlainEngine(*model[1:], dtype=torch.float32, **(SETTINGS | {name: 0}))
 
 
+def test_plain_refuses_what_is_longer_than_the_model(model):
+    with pytest.raises(ValueError, match="max_length must be <= the model's max_positions 4096, got 4097"):
+        PlainEngine(*model[1:], dtype=torch.float32, **(SETTINGS | {"max_length": 4097}))
+
+
 def test_an_engine_does_not_start_on_part_of_a_model(model):
     folder, config, params = model
     part = {name: value for name, value in params.items() if name != "layers.1.o.weight"}
