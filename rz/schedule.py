@@ -4,25 +4,30 @@ A schedule is a value. It changes by counted events alone (a response submitted,
 by the time of day, so all that happens in a run is a function of the settings and of the lengths of the responses.
 
 The lag of a token is the learner's version that consumes it (before the update) minus the version of the forward pass
-that sampled it. Write P for groups_per_update, L for max_lag, v for the learner's version. A group is *open* from its
-admission (its first response is submitted) until an update consumes it. It carries the version a of its admission, and
-none of its tokens is older. So it is in time if one of the updates at versions v .. a + L takes it: those are
-a + L - v + 1 updates of P groups, and the schedule is *feasible* if for every a of an open group
+that sampled it. Write P for groups_per_update, L for max_lag, v for the learner's version, s <= v for the version that
+the engine serves: s < v while an update is under way beside the engine, or when not every version is published. A group
+is *open* from its admission (its first response is submitted) until an update begins to consume it. It carries the
+version a = s of its admission, and none of its tokens is older. So it is in time if one of the updates at versions
+v .. a + L takes it: those are a + L - v + 1 updates of P groups, and the schedule is *feasible* if for every a of an
+open group
 
     count(open groups admitted at versions <= a)  <=  P * (a + L - v + 1).
 
-- Admission keeps it. A new group has a = v, the largest of all, so there is one new condition: open <= P * (L + 1).
+- Admission keeps it. A new group has a = s, the largest of all, so there is one new condition:
+  open <= P * (s + L - v + 1).
 - An update takes the P complete groups admitted first, and runs only if what it leaves is feasible at v + 1; else the
   learner waits for the oldest responses in flight. So the schedule is always feasible.
 - No token exceeds the bound. Once the update at v is made, a group with a = v - L has P * 0 places, so that update
   takes it or does not run.
 - No finished group is dropped: a group leaves only by being consumed, and updates * P groups are admitted in all.
-- No deadlock. With nothing in flight and nothing to submit, every open group is complete, and either P * (L + 1) >= P
-  are open, or all have been admitted and a multiple of P, not 0 before the end, is open. The P oldest can go: each
-  count falls by P or to 0 while its limit falls by P, and stays >= 0. So the update runs.
-- max_lag = 0: at most P groups are open and an update needs P, so it generates P groups, updates, and repeats.
+- No deadlock. With nothing in flight and nothing to submit, every open group is complete, and either as many are open as
+  may be, P * (s + L - v + 1) >= P as s >= v - L between two updates (publish_every <= L + 1), or all have been admitted
+  and a multiple of P, not 0 before the end, is open. The P oldest can go: each count falls by P or to 0 while its limit
+  falls by P, and stays >= 0. So the update runs.
+- max_lag = 0: at most P groups are open and an update needs P, so it generates P groups, updates, and repeats. While an
+  update is under way nothing may be admitted.
 
-The exact dial serves weights exact_lag versions behind and paces by L = 0. Then nothing is in flight at an update, each
+The exact dial serves weights exact_lag versions behind and paces by L = 0 and a = v. Then nothing is in flight at an update, each
 update consumes what was sampled wholly under one version, and every lag is min(updates made, exact_lag).
 """
 
@@ -50,6 +55,7 @@ class Settings:
         slots: >= 1. Responses in the engine at once, at most.
         updates: >= 0. Updates that the run makes.
         exact_lag: None, or in [0, max_lag]: serve weights exactly so many versions behind, for controlled experiments.
+        publish_every: in [1, max_lag + 1]. Updates between two publishes; 1 with exact_lag.
     Raises: ValueError naming the field, the rule and the value.
     """
 
@@ -59,8 +65,12 @@ class Settings:
     slots: int = attrs.field(validator=_at_least(1))
     updates: int = attrs.field(validator=_at_least(0))
     exact_lag: int | None = attrs.field(default=None, validator=attrs.validators.optional(_at_least(0)))
+    publish_every: int = attrs.field(default=1, validator=_at_least(1))
 
     def __attrs_post_init__(self) -> None:
+        if self.publish_every > (most := 1 if self.exact_lag is not None else self.max_lag + 1):
+            rule = "1 with exact_lag" if self.exact_lag is not None else f"<= max_lag + 1 ({most})"
+            raise ValueError(f"publish_every must be {rule}, got {self.publish_every}")
         if self.exact_lag is not None and self.exact_lag > self.max_lag:
             raise ValueError(f"exact_lag must be <= max_lag ({self.max_lag}), got {self.exact_lag}")
 
@@ -71,7 +81,8 @@ class OpenGroup:
 
     Args:
         prompt_index: its prompt.
-        admitted_version: the learner's version when its first response was submitted.
+        admitted_version: the version that the engine served when its first response was submitted (with exact_lag, the
+            learner's version then).
         finished: the samples that have been generated, rewarded or not; it is complete when all have.
     """
 
@@ -86,7 +97,8 @@ class Schedule:
 
     Args:
         start_version, first_prompt: the learner's version and the prompt that the run began with.
-        version: of the learner: start_version plus the updates made.
+        version: of the learner: start_version plus the updates begun.
+        served: the version that the engine samples under.
         admitted: groups admitted so far; the next one is of prompt first_prompt + admitted.
         next_sample: the response to submit next of the group admitted last; 0 if all of them are submitted.
         in_flight: responses submitted and not finished.
@@ -97,6 +109,7 @@ class Schedule:
     start_version: int
     first_prompt: int
     version: int
+    served: int
     admitted: int = 0
     next_sample: int = 0
     in_flight: int = 0
@@ -108,7 +121,9 @@ def start(settings: Settings, *, version: int = 0, first_prompt: int = 0) -> Sch
     for name, value in (("version", version), ("first_prompt", first_prompt)):
         if value < 0:
             raise ValueError(f"{name} must be >= 0, got {value}")
-    return Schedule(settings=settings, start_version=version, first_prompt=first_prompt, version=version)
+    return Schedule(
+        settings=settings, start_version=version, first_prompt=first_prompt, version=version, served=version
+    )
 
 
 def sample_seed(run_seed: int, prompt_index: int, sample: int) -> int:
@@ -121,7 +136,7 @@ def sample_seed(run_seed: int, prompt_index: int, sample: int) -> int:
 
 
 def is_done(schedule: Schedule) -> bool:
-    """Whether all updates are made."""
+    """Whether all updates are begun."""
     return schedule.version - schedule.start_version >= schedule.settings.updates
 
 
@@ -149,7 +164,9 @@ def next_response(schedule: Schedule) -> tuple[int, int] | None:
         return schedule.groups[-1].prompt_index, schedule.next_sample
     if schedule.admitted >= settings.updates * settings.groups_per_update:
         return None
-    if len(schedule.groups) >= settings.groups_per_update * (_pace(settings) + 1):
+    if len(schedule.groups) >= settings.groups_per_update * (
+        _admission(schedule) + _pace(settings) - schedule.version + 1
+    ):
         return None
     return schedule.first_prompt + schedule.admitted, 0
 
@@ -160,7 +177,7 @@ def submit(schedule: Schedule) -> Schedule:
     if response is None:
         raise ValueError("schedule must have a response to submit, got none")
     prompt_index, sample = response
-    opened = (OpenGroup(prompt_index=prompt_index, admitted_version=schedule.version),) if sample == 0 else ()
+    opened = (OpenGroup(prompt_index=prompt_index, admitted_version=_admission(schedule)),) if sample == 0 else ()
     return attrs.evolve(
         schedule,
         admitted=schedule.admitted + len(opened),
@@ -202,24 +219,40 @@ def next_update(schedule: Schedule) -> tuple[int, ...] | None:
 
 
 def consume(schedule: Schedule) -> Schedule:
-    """The schedule after the update on next_update. Raises ValueError if there is none."""
+    """The schedule once the update on next_update has begun. Raises ValueError if there is none."""
     prompts = next_update(schedule)
     if prompts is None:
         raise ValueError("schedule must have an update to make, got none")
     return attrs.evolve(schedule, version=schedule.version + 1, groups=_without(schedule.groups, prompts))
 
 
-def served_version(schedule: Schedule) -> int:
-    """The version that the engine samples under: the learner's, or exact_lag behind it but not before the start."""
-    return max(schedule.start_version, schedule.version - (schedule.settings.exact_lag or 0))
+def due_version(schedule: Schedule) -> int:
+    """The version to serve once the updates begun are made: what is served, if nothing is to be published.
+
+    The learner's version every publish_every updates; with exact_lag that much less, but not before the start.
+    """
+    if schedule.settings.exact_lag is not None:
+        return max(schedule.start_version, schedule.version - schedule.settings.exact_lag)
+    due = schedule.version - schedule.served >= schedule.settings.publish_every
+    return schedule.version if due else schedule.served
+
+
+def publish(schedule: Schedule) -> Schedule:
+    """The schedule once the engine serves due_version."""
+    return attrs.evolve(schedule, served=due_version(schedule))
 
 
 def allowed_versions(schedule: Schedule) -> range:
     """The token versions that an update at this point may consume."""
     if schedule.settings.exact_lag is not None:
-        return range(served_version(schedule), served_version(schedule) + 1)
+        return range(schedule.served, schedule.served + 1)
     oldest = max(schedule.start_version, schedule.version - schedule.settings.max_lag)
-    return range(oldest, schedule.version + 1)
+    return range(oldest, schedule.served + 1)
+
+
+def _admission(schedule: Schedule) -> int:
+    """The version that a group admitted now carries."""
+    return schedule.served if schedule.settings.exact_lag is None else schedule.version
 
 
 def _pace(settings: Settings) -> int:

@@ -22,26 +22,33 @@ def plans(draw, exact=False):
         slots=draw(st.integers(1, 20)),
         updates=draw(st.integers(1, 10)),
         exact_lag=draw(st.integers(0, max_lag)) if exact else None,
+        publish_every=1 if exact else draw(st.integers(1, max_lag + 1)),
     )
     salt = draw(st.integers(0, 2**20))
     longest = lambda prompt: 200 if schedule.sample_seed(salt, prompt, -1) % 7 == 0 else 6
     return plan, lambda prompt, sample: 1 + schedule.sample_seed(salt, prompt, sample) % longest(prompt)
 
 
-def simulate(plan, length, *, start_version=0, first_prompt=0):
-    """Run the rules over responses that gain a token a step: the lags of each consumed response, and the trace."""
+def simulate(plan, length, *, start_version=0, first_prompt=0, overlap=0):
+    """Run the rules over responses that gain a token a step, an update taking `overlap` steps beside the engine: the
+    lags of each consumed response, and the trace."""
     state = schedule.start(plan, version=start_version, first_prompt=first_prompt)
-    live, ended, used, trace = {}, {}, {}, []
-    while not schedule.is_done(state):
+    live, ended, used, trace, under_way = {}, {}, {}, [], None
+    while under_way is not None or not schedule.is_done(state):
         assert schedule.is_feasible(state.groups, state.version, plan)
-        chosen = schedule.next_update(state)
+        idle = state.in_flight == 0 and schedule.next_response(state) is None
+        if under_way is not None and (under_way == 0 or idle):
+            before, state, under_way = state.served, schedule.publish(state), None
+            trace += [("publish", state.served)] if state.served > before else []
+            continue
+        chosen = schedule.next_update(state) if under_way is None else None
         if chosen is not None:
             for key in [(prompt, sample) for prompt in chosen for sample in range(plan.group_size)]:
                 versions = ended.pop(key)
                 assert all(version in schedule.allowed_versions(state) for version in versions)
                 used[key] = [state.version - version for version in versions]
             trace.append(("update", chosen))
-            state = schedule.consume(state)
+            state, under_way = schedule.consume(state), overlap
             continue
         while (response := schedule.next_response(state)) is not None:
             live[response] = []
@@ -50,19 +57,20 @@ def simulate(plan, length, *, start_version=0, first_prompt=0):
         assert live, "deadlock: nothing in flight, nothing to submit and no update"
         assert len(live) == state.in_flight <= plan.slots
         for key in sorted(live):
-            live[key].append(schedule.served_version(state))
+            live[key].append(state.served)
             if len(live[key]) == length(*key):
                 ended[key] = live.pop(key)
                 state = schedule.finish(state, *key)
+        under_way = None if under_way is None else under_way - 1
     assert not live and not ended and not state.groups, "something generated was not consumed"
     return used, trace
 
 
-@given(plans(), st.integers(0, 3), st.integers(0, 50))
-@settings(max_examples=150, deadline=None)
-def test_lag_bound_nothing_dropped_no_deadlock(case, start_version, first_prompt):
+@given(plans(), st.integers(0, 3), st.integers(0, 50), st.sampled_from([0, 0, 1, 2, 7, 10**6]))
+@settings(max_examples=300, deadline=None)
+def test_lag_bound_nothing_dropped_no_deadlock(case, start_version, first_prompt, overlap):
     plan, length = case
-    used, _ = simulate(plan, length, start_version=start_version, first_prompt=first_prompt)
+    used, _ = simulate(plan, length, start_version=start_version, first_prompt=first_prompt, overlap=overlap)
     assert all(0 <= lag <= plan.max_lag for lags in used.values() for lag in lags)
     prompts = range(first_prompt, first_prompt + plan.updates * plan.groups_per_update)
     every = {(prompt, sample) for prompt in prompts for sample in range(plan.group_size)}
@@ -72,19 +80,23 @@ def test_lag_bound_nothing_dropped_no_deadlock(case, start_version, first_prompt
 @given(plans(), st.data())
 @settings(max_examples=50, deadline=None)
 def test_any_order_of_events_keeps_the_bound(case, data):
-    """An adversary finishes any response in flight, and submits as few as it likes, whatever their ages."""
+    """An adversary finishes any response in flight, submits as few as it likes, whatever their ages, and lets an update
+    take as long as it likes."""
     plan, _ = case
-    state, flying, admitted = schedule.start(plan), set(), {}
-    while not schedule.is_done(state):
-        chosen, response = schedule.next_update(state), schedule.next_response(state)
-        moves = [move for move, can in (("update", chosen), ("submit", response), ("finish", flying)) if can]
+    state, flying, admitted, under_way = schedule.start(plan), set(), {}, False
+    while under_way or not schedule.is_done(state):
+        chosen, response = None if under_way else schedule.next_update(state), schedule.next_response(state)
+        can = (("update", chosen), ("submit", response), ("finish", flying), ("publish", under_way))
+        moves = [move for move, possible in can if possible]
         assert moves, "deadlock: nothing in flight, nothing to submit and no update"
         match data.draw(st.sampled_from(moves)):
             case "update":
                 assert all(state.version - admitted[prompt] <= plan.max_lag for prompt in chosen)
-                state = schedule.consume(state)
+                state, under_way = schedule.consume(state), True
+            case "publish":
+                state, under_way = schedule.publish(state), False
             case "submit":
-                admitted.setdefault(response[0], state.version)
+                admitted.setdefault(response[0], state.served)
                 flying.add(response)
                 state = schedule.submit(state)
             case "finish":
@@ -104,16 +116,16 @@ def test_admission_is_in_prompt_order_and_samples_are_in_order(case):
     assert all(list(prompts) == sorted(prompts) for kind, prompts in trace if kind == "update")
 
 
-@given(plans())
+@given(plans(), st.sampled_from([0, 3, 10**6]))
 @settings(max_examples=60, deadline=None)
-def test_max_lag_zero_is_the_synchronous_trace(case):
-    plan, length = attrs.evolve(case[0], max_lag=0), case[1]
-    used, trace = simulate(plan, length)
+def test_max_lag_zero_is_the_synchronous_trace(case, overlap):
+    plan, length = attrs.evolve(case[0], max_lag=0, publish_every=1), case[1]
+    used, trace = simulate(plan, length, overlap=overlap)
     synchronous = []
     for update in range(plan.updates):
         prompts = tuple(range(update * plan.groups_per_update, (update + 1) * plan.groups_per_update))
         synchronous += [("submit", (prompt, sample)) for prompt in prompts for sample in range(plan.group_size)]
-        synchronous.append(("update", prompts))
+        synchronous += [("update", prompts), ("publish", update + 1)]
     assert trace == synchronous
     assert not any(lag for lags in used.values() for lag in lags)
 
@@ -187,6 +199,7 @@ def test_the_old_schedule_stays_valid():
         ("slots", 0, ">= 1, got 0"),
         ("updates", -1, ">= 0, got -1"),
         ("exact_lag", -1, ">= 0, got -1"),
+        ("publish_every", 0, ">= 1, got 0"),
     ],
 )
 def test_settings_name_field_rule_and_value(field, value, rule):
@@ -197,6 +210,34 @@ def test_settings_name_field_rule_and_value(field, value, rule):
 def test_exact_lag_above_max_lag_is_an_error():
     with pytest.raises(ValueError, match=r"exact_lag must be <= max_lag \(1\), got 2"):
         make(exact_lag=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"publish_every": 3}, r"<= max_lag \+ 1 \(2\), got 3"),
+        ({"publish_every": 2, "exact_lag": 1}, "1 with exact_lag"),
+    ],
+)
+def test_publishing_too_seldom_is_an_error(changes, rule):
+    with pytest.raises(ValueError, match="publish_every must be " + rule):
+        make(**changes)
+
+
+def test_publish_every_by_hand():
+    # One group an update, lag 2 and every response one step: versions 0 1 2 are made of tokens of version 0, then 3 is
+    # published: updates 3 4 5 consume tokens of version 3, at lags 0 1 2 again.
+    used, trace = simulate(make(max_lag=2, updates=7, slots=2, publish_every=3), lambda prompt, sample: 1)
+    assert [used[prompt, 1] for prompt in range(7)] == [[0], [1], [2], [0], [1], [2], [0]]
+    assert [version for kind, version in trace if kind == "publish"] == [3, 6]
+
+
+def test_overlap_by_hand():
+    # One group an update, lag 1, two slots, two tokens a response, an update takes one step. Prompt 0 is generated
+    # under version 0; while it is consumed, prompt 1 gets its first token under version 0 and its second under 1.
+    used, trace = simulate(make(slots=2), lambda prompt, sample: 2, overlap=1)
+    assert [used[prompt, 0] for prompt in range(3)] == [[0, 0], [1, 0], [1, 0]]
+    assert [kind for kind, _ in trace if kind != "submit"] == ["update", "publish"] * 3
 
 
 @pytest.mark.parametrize("name", ["version", "first_prompt"])
