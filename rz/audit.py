@@ -68,32 +68,50 @@ def _compare(reported: Tensor, replayed: Tensor, rollout: Rollout, chosen: Tenso
 
 
 @torch.no_grad()
-def replay(
-    params: Mapping[str, Tensor], config: DenseConfig, rollouts: Iterable[Rollout], *, version: int, dtype: torch.dtype
-) -> AuditResult:
-    """Compute the logprob of every token that was sampled under `version` and compare its bits with the reported one.
+def replayed(
+    params: Mapping[str, Tensor],
+    config: DenseConfig,
+    chosen: Iterable[tuple[Rollout, Tensor]],
+    *,
+    dtype: torch.dtype,
+) -> Iterator[tuple[Rollout, Tensor, Tensor]]:
+    """The logprobs of tokens of responses, as the learner computes them.
 
     Args:
-        params: float32 masters of that version.
-        rollouts: finished or running; tokens of other versions are not looked at.
+        params: float32 masters of the version that sampled the tokens.
+        chosen: responses, finished or running, each with the ascending places in it [M] int64 of the tokens to replay.
         dtype: of the run's activations.
-    Edge cases: no token of that version gives zeros. NaN differs by inf.
+    Yields: (response, places, logprobs [M] float32) for each with M >= 1.
     """
-    result = AuditResult()
-    chosen = ((rollout, (rollout.policy_versions == version).nonzero()[:, 0]) for rollout in rollouts)
-    used = compute_params(params, dtype=dtype)
     ordered = sorted((pair for pair in chosen if len(pair[1])), key=lambda pair: pair[0].temperature)
+    used = compute_params(params, dtype=dtype) if ordered else {}
     for pack in _packs(ordered):
         sequences = [(r.prompt_ids + r.response_ids)[: len(r.prompt_ids) + int(c[-1]) + 1] for r, c in pack]
         lengths = [len(sequence) for sequence in sequences]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         rows = [start + len(r.prompt_ids) + c - 1 for start, (r, c) in zip(starts, pack, strict=True)]
         tokens = torch.tensor([token for sequence in sequences for token in sequence])
-        replayed = packed_logprobs(
+        values = packed_logprobs(
             used, config, tokens, lengths, torch.cat(rows), temperature=pack[0][0].temperature
         ).split([len(c) for _, c in pack])
-        for (rollout, c), values in zip(pack, replayed, strict=True):
-            result += _compare(rollout.behaviour_logprobs[c], values, rollout, c)
+        for (rollout, c), logprobs in zip(pack, values, strict=True):
+            yield rollout, c, logprobs
+
+
+def replay(
+    params: Mapping[str, Tensor], config: DenseConfig, rollouts: Iterable[Rollout], *, version: int, dtype: torch.dtype
+) -> AuditResult:
+    """Replay every token that was sampled under `version` and compare its bits with the reported logprob.
+
+    Args:
+        params: float32 masters of that version.
+        rollouts: finished or running; tokens of other versions are not looked at.
+    Edge cases: no token of that version gives zeros. NaN differs by inf.
+    """
+    chosen = ((rollout, (rollout.policy_versions == version).nonzero()[:, 0]) for rollout in rollouts)
+    result = AuditResult()
+    for rollout, places, logprobs in replayed(params, config, chosen, dtype=dtype):
+        result += _compare(rollout.behaviour_logprobs[places], logprobs, rollout, places)
     return result
 
 
@@ -104,22 +122,25 @@ def is_audited(run_seed: int, rollout: Rollout, share: float) -> bool:
 
 
 def online_audit(
-    config: DenseConfig, *, dtype: torch.dtype, share: float, run_seed: int, version: Callable[[], int]
-) -> Callable[[Mapping[str, Tensor], Sequence[Rollout], Sequence[Rollout]], tuple[int, int]]:
+    config: DenseConfig, *, dtype: torch.dtype, share: float, run_seed: int
+) -> Callable[[Mapping[str, Tensor], Sequence[tuple[Rollout, int]]], dict[tuple[int, int], tuple[Tensor, Tensor]]]:
     """The audit that rz.loop.train calls before each publish, while the weights that sampled the tokens still exist.
 
     Args:
         share: in [0, 1], of the responses; a response is replayed whole, version by version, or not at all.
-        version: gives the version that the engine serves.
     Raises: ValueError if share is out of range.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share must be in [0, 1], got {share}")
 
-    def audit(params: Mapping[str, Tensor], finished: Sequence[Rollout], running: Sequence[Rollout]) -> tuple[int, int]:
-        chosen = [rollout for rollout in (*finished, *running) if is_audited(run_seed, rollout, share)]
-        result = replay(params, config, chosen, version=version(), dtype=dtype) if chosen else AuditResult()
-        return result.tokens, result.differing
+    def audit(params: Mapping[str, Tensor], grown: Sequence[tuple[Rollout, int]]):
+        chosen = [
+            (rollout, torch.arange(first, len(rollout.response_ids)))
+            for rollout, first in grown
+            if is_audited(run_seed, rollout, share)
+        ]
+        found = replayed(params, config, chosen, dtype=dtype)
+        return {(r.prompt_index, r.sample): (places, logprobs) for r, places, logprobs in found}
 
     return audit
 

@@ -82,6 +82,8 @@ class Rollout:
         response_ids: T sampled token ids, the sampled stop token included.
         behaviour_logprobs: [T] float32, nats, of the tempered distribution that was sampled, as the engine reported it.
         policy_versions: [T] int64. The version of the forward pass that sampled the token.
+        replay_logprobs: None, or [T] float32, nats: what the learner's forward gave for the token under the weights of
+            its version; NaN where the token was not replayed.
         stop_reason: "stop" (a stop token was sampled), "length" (max_tokens reached), "running" (not finished).
         temperature, seed: as in the request.
     Raises: ValueError or TypeError naming the field, the rule and the value.
@@ -96,9 +98,11 @@ class Rollout:
     stop_reason: str
     seed: int
     temperature: float
+    replay_logprobs: Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
-        for name, dtype in (("behaviour_logprobs", torch.float32), ("policy_versions", torch.int64)):
+        fields = [("behaviour_logprobs", torch.float32), ("policy_versions", torch.int64)]
+        for name, dtype in fields + ([] if self.replay_logprobs is None else [("replay_logprobs", torch.float32)]):
             value = getattr(self, name)
             if value.dtype != dtype:
                 raise TypeError(f"{name} must be {dtype}, got {value.dtype}")
@@ -144,6 +148,7 @@ class TrainBatch:
         response_ids: [B, T] int64.
         mask: [B, T] bool, True = a sampled token.
         behaviour_logprobs: [B, T] float32, nats; read only where mask is True.
+        replay_logprobs: None, or as behaviour_logprobs: see Rollout; NaN where a token was not replayed.
         policy_versions: [B, T] int64; read only where mask is True.
         rewards: [B] float32.  group_ids: [B] int64, the prompt index.
         temperature: > 0, of every response.
@@ -159,13 +164,15 @@ class TrainBatch:
     rewards: Tensor
     group_ids: Tensor
     temperature: float
+    replay_logprobs: Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.mask.dtype != torch.bool:
             raise TypeError(f"mask must be torch.bool, got {self.mask.dtype}")
         if self.mask.ndim != 2:
             raise ValueError(f"mask must have two dimensions [B, T], got {list(self.mask.shape)}")
-        for name in ("response_ids", "behaviour_logprobs", "policy_versions"):
+        names = ["response_ids", "behaviour_logprobs", "policy_versions"]
+        for name in names + ([] if self.replay_logprobs is None else ["replay_logprobs"]):
             if (got := getattr(self, name).shape) != self.mask.shape:
                 raise ValueError(f"{name} must have the shape of mask {list(self.mask.shape)}, got {list(got)}")
         rows = self.mask.shape[0]
@@ -180,7 +187,7 @@ class TrainBatch:
         cut = {
             field.name: getattr(self, field.name)[start:stop]
             for field in attrs.fields(TrainBatch)
-            if field.name != "temperature"
+            if field.name != "temperature" and getattr(self, field.name) is not None
         }
         return TrainBatch(**cut, temperature=self.temperature)
 
@@ -211,6 +218,8 @@ def stack(groups: Sequence[Group], *, pad_id: int = 0) -> TrainBatch:
     width = max(1, int(lengths.max()))
     prompt_lengths = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
     rewards = [reward for group in groups for reward in group.rewards]
+    replays = [() if rollout.replay_logprobs is None else rollout.replay_logprobs for rollout in rollouts]
+    replayed = any(rollout.replay_logprobs is not None for rollout in rollouts)
     return TrainBatch(
         prompt_ids=_padded([r.prompt_ids for r in rollouts], int(prompt_lengths.max()), pad_id, torch.int64),
         prompt_lengths=prompt_lengths,
@@ -221,4 +230,5 @@ def stack(groups: Sequence[Group], *, pad_id: int = 0) -> TrainBatch:
         rewards=torch.tensor(rewards, dtype=torch.float32),
         group_ids=torch.tensor([rollout.prompt_index for rollout in rollouts]),
         temperature=temperatures.pop(),
+        replay_logprobs=_padded(replays, width, torch.nan, torch.float32) if replayed else None,
     )

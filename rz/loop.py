@@ -1,51 +1,37 @@
 """The event loop that drives engine, rewards and learner by the rules of rz.schedule; it alone holds state.
 
-One process takes turns: a step of the engine or an update, and between them the rewards get to run. A reward is started
-the moment its response finishes. What happens next is counted, never timed: a group is complete when its responses are
-generated, and an update on it waits for its rewards. So a run repeats itself, however long the rewards take.
+A turn is a step of the engine or the begin or the end of an update, and between them the rewards get to run. A reward
+is started the moment its response finishes. An update either takes its turn, or runs in a thread beside overlap_steps
+steps of the engine. What happens next is counted, never timed: an update begins when its responses are generated, and
+ends, with its publish, after so many steps. So a run repeats itself, however long rewards and updates take.
 """
 
 import asyncio
-import concurrent.futures
-import inspect
 import math
-import numbers
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from rz import schedule
 from rz.batch import Group, Prompt, Request, Rollout, TrainBatch, stack
 from rz.engine.interface import Engine
+from rz.rewards import Id, Task, cancel, in_thread, reward_of, rewarded
 from rz.schedule import Schedule, Settings
+from rz.snapshot import Params, Snapshot, snapshot, with_replay
 
 PARTS = ("rollout", "reward_wait", "update", "audit", "publish")  # of the time of an update
 STALL_STEPS = 10_000  # engine steps in which no response may gain a token before the run is ended
+UPDATE_LIMIT_S = 3600.0  # that the loop waits for an update that runs in a thread
 
-Id = tuple[int, int]  # (prompt_index, sample)
-Params = Mapping[str, Tensor]
-Audit = Callable[[Params, Sequence[Rollout], Sequence[Rollout]], tuple[int, int]]
-
-
-class Task(Protocol):
-    """What the loop asks of a task.
-
-    `prompt` is a function of the index alone. `score` returns a finite number; it is a coroutine function, or a plain
-    one, which is called in a new thread for each response, so in several at once.
-    """
-
-    stop_ids: tuple[int, ...]
-
-    def prompt(self, index: int) -> Prompt: ...
-
-    def score(self, prompt: Prompt, response_ids: tuple[int, ...]) -> float: ...
+Replays = Mapping[Id, tuple[Tensor, Tensor]]  # places [M] int64 in the response and their logprobs [M] float32
+Audit = Callable[[Params, Sequence[tuple[Rollout, int]]], Replays]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -55,19 +41,25 @@ class UpdateRecord:
     Args:
         state: after the update.
         groups: consumed, in order of prompts, with their rewards.  batch: the same, stacked.
+        left_out: groups that were dropped for want of a reward.
         metrics: those of the update function, and: policy_version (after the update, 1 for the first of a run; the
             tokens were consumed at one less, and lags are relative to that), tokens, lag_mean, lag_max, audited_tokens
-            and differing_tokens (since the last record), engine_steps, seconds (the total) and PART_seconds.
-        seconds: rollout, reward_wait, update, audit, publish, and total, all since the last record.
+            and differing_tokens (since the last record), dropped_groups, engine_steps, seconds (the total) and
+            PART_seconds.
+        seconds: rollout, reward_wait, update, audit, publish, and total, all since the last record. Parts of an update
+            beside the engine overlap.
         engine_steps: since the last record.
+        snapshot: makes the value from which the run goes on as if never interrupted; None where nothing was published.
     """
 
     state: Any
     groups: tuple[Group, ...]
+    left_out: tuple[Group, ...]
     batch: TrainBatch
     metrics: Mapping[str, Any]
     seconds: Mapping[str, float]
     engine_steps: int
+    snapshot: Callable[[], Snapshot] | None
 
 
 async def train(
@@ -84,94 +76,171 @@ async def train(
     audit: Audit | None = None,
     on_update: Callable[[UpdateRecord], None] | None = None,
     on_response: Callable[[Rollout], None] | None = None,
+    on_end: Callable[[Callable[[], Snapshot]], None] | None = None,
     stop: asyncio.Event | None = None,
     reward_timeout_s: float,
+    drop_unscored: bool = False,
+    overlap_steps: int = 0,
     first_prompt: int = 0,
+    resume: Snapshot | None = None,
 ) -> Any:
-    """Make settings.updates updates, sampling and learning by turns.
+    """Make settings.updates updates, sampling and learning by turns or side by side.
 
     Args:
         state: the learner's, with a `version`; never changed, replaced by what update returns.
         engine: serves the params of state, under the same version, with nothing running. It is left open, and ends with
-            the params of the last update (with exact_lag, those so many versions behind).
-        update: (state, batch) to (state one version later, metrics). Blocking.
+            the params of the last publish.
+        update: (state, batch) to (state one version later, metrics). Blocking; in a thread if overlap_steps > 0.
         publish_params: what the engine gets of a state. The last exact_lag + 1 of them are kept.
-        audit: (params, finished, running) to (tokens replayed, tokens that differ). Called once an update, before the
-            publish, with the params that the engine serves; it replays the tokens of engine.version and no others.
-            `finished` are the responses that ended since its last call and `running` those in flight, without the ones
-            that have no token of that version. A response passed as running comes again, with newer tokens. So every
-            token of every consumed response is seen exactly once, under the weights that sampled it.
+        audit: (params, responses) to what it replayed of them. Called once an update, before the publish, with the
+            params that the engine serves, and the responses that gained tokens since its last call, each with the place
+            of the first of these; they are all of engine.version, and it may replay them and no others. So every token
+            of every consumed response is seen exactly once, under its own weights.
         on_update: called after each update and its publish.
         on_response: called with each response as it finishes, before its reward is known, in an order that repeats.
+        on_end: called however the run ends, with a function that makes the snapshot of its last publish.
         stop: when set, the turn is finished, running responses are aborted, and the state is returned. Responses not
-            consumed by then are lost, and tokens sampled since the last update are not audited.
+            consumed by then are lost to this run, and tokens sampled since the last update are not audited.
         reward_timeout_s: > 0, seconds. How long an update waits for the rewards of its groups. Time in which engine or
             learner block the event loop does not count.
+        drop_unscored: a group whose reward is late, raises or is no finite number is left out of its update, and
+            counted, instead of ending the run. An update of no group at all ends it.
+        overlap_steps: >= 0, engine steps beside each update (fewer if the engine runs out of work); 0 with exact_lag.
         first_prompt: index of the first prompt; later groups follow in order of index.
+        resume: go on from here; engine serves resume.history[0] under resume.plan.served, and state is resume.state.
     Returns: the state after the last update.
-    Raises: ValueError if engine and state differ in version, or for reward_timeout_s or first_prompt. For a reward,
+    Raises: ValueError if engine and state differ in version, or for a number out of range. For a reward,
         naming prompt and sample: TimeoutError if it is late, RuntimeError if score raises, TypeError or ValueError if
         it is no finite number. RuntimeError if update does not raise the version by one, the engine stalls, or a
         token's version breaks the bound. What engine, task, update, audit and callbacks raise passes through. Pending
         rewards are cancelled.
     """
-    if engine.version != state.version:
-        raise ValueError(f"engine must serve the version of state ({state.version}), got {engine.version}")
     if not 0 < reward_timeout_s < math.inf:
         raise ValueError(f"reward_timeout_s must be > 0 and finite, got {reward_timeout_s}")
-    plan = schedule.start(settings, version=state.version, first_prompt=first_prompt)
-    params = deque([publish_params(state)], maxlen=(settings.exact_lag or 0) + 1)  # the engine serves params[0]
+    if overlap_steps < 0 or (overlap_steps and settings.exact_lag is not None):
+        raise ValueError(f"overlap_steps must be >= 0, and 0 with exact_lag, got {overlap_steps}")
+    if resume is None:
+        plan = schedule.start(settings, version=state.version, first_prompt=first_prompt)
+        resume = Snapshot(plan=plan, state=state, history=(publish_params(state),), responses=())
+    plan = attrs.evolve(resume.plan, settings=settings)
+    for name, version, rule in (("engine", engine.version, plan.served), ("state", state.version, plan.version)):
+        if version != rule:
+            raise ValueError(f"{name} must have the version that the run goes on from ({rule}), got {version}")
+    params = deque(resume.history, maxlen=(settings.exact_lag or 0) + 1)
     request = partial(Request, max_tokens=max_tokens, temperature=temperature, stop_ids=task.stop_ids)
-    prompts: dict[int, Prompt] = {}  # of open groups
+    prompts = {group.prompt_index: _prompt(task, group.prompt_index) for group in plan.groups}  # of open groups
     scored: dict[Id, tuple[Rollout, asyncio.Task[float]]] = {}  # finished, not consumed
+    replays: dict[Id, Tensor] = {}  # what was replayed of the open groups' responses
+    seen: dict[Id, int] = {}  # tokens of theirs that the audit was shown
+    for saved in resume.responses:
+        _restore(saved, engine, task, prompts, request, scored, replays)
+        seen[saved.rollout.prompt_index, saved.rollout.sample] = len(saved.rollout.response_ids)
+    boundary = plan, state, tuple(params)
+    last_snapshot = lambda: snapshot(*boundary, engine.running(), scored, replays)
     unaudited: list[Rollout] = []  # finished since the last audit
     seconds, steps, quiet, began = dict.fromkeys(PARTS, 0.0), 0, (0, None), perf_counter()
+    under_way: asyncio.Task | None = None  # the update
+    left = 0  # engine steps until it ends
     try:
-        while not schedule.is_done(plan) and not (stop is not None and stop.is_set()):
-            chosen = schedule.next_update(plan)
-            if chosen is None:
+        while (under_way or not schedule.is_done(plan)) and not (stop is not None and stop.is_set()):
+            if under_way is None and (chosen := schedule.next_update(plan)) is not None:
+                allowed, plan, left = schedule.allowed_versions(plan), schedule.consume(plan), overlap_steps
+                gather = partial(
+                    rewarded,
+                    chosen,
+                    prompts,
+                    scored,
+                    group_size=settings.group_size,
+                    limit_s=reward_timeout_s,
+                    drop_unscored=drop_unscored,
+                )
+                learn = _learn(gather, state, update, allowed, replays, seconds, beside=overlap_steps > 0)
+                under_way = asyncio.create_task(learn)
+                await asyncio.sleep(0)  # it starts before the engine's next step
+            idle = plan.in_flight == 0 and schedule.next_response(plan) is None
+            if under_way is None or (left > 0 and not idle):
                 with _timed(seconds, "rollout"):
                     plan = _fill(plan, engine, task, prompts, request, run_seed)
                     finished = engine.step()
-                    steps += 1
-                    quiet = _progress(engine, finished, quiet)
-                    for rollout in finished:
-                        plan = schedule.finish(plan, rollout.prompt_index, rollout.sample)
-                        reward = asyncio.create_task(_reward(task, prompts[rollout.prompt_index], rollout))
-                        scored[rollout.prompt_index, rollout.sample] = rollout, reward
-                        unaudited.append(rollout)
-                        if on_response is not None:
-                            on_response(rollout)
-                    await asyncio.sleep(0)  # the rewards' turn
+                steps, left, quiet = steps + 1, left - 1, _progress(engine, finished, quiet)
+                for rollout in finished:
+                    plan = schedule.finish(plan, rollout.prompt_index, rollout.sample)
+                    reward = asyncio.create_task(reward_of(task, prompts[rollout.prompt_index], rollout))
+                    scored[rollout.prompt_index, rollout.sample] = rollout, reward
+                    unaudited.append(rollout)
+                    if on_response is not None:
+                        on_response(rollout)
+                await asyncio.sleep(0)  # the turn of rewards and update
+                if under_way is not None and under_way.done():
+                    under_way.result()  # raises what it raised
                 continue
-            with _timed(seconds, "reward_wait"):
-                groups = await _rewarded(chosen, prompts, scored, settings.group_size, reward_timeout_s)
-            with _timed(seconds, "update"):
-                _check_versions(groups, schedule.allowed_versions(plan))
-                batch = stack(groups)
-                state, metrics = update(state, batch)
-                if state.version != plan.version + 1:
-                    raise RuntimeError(f"update must return version {plan.version + 1}, got {state.version}")
+            state, groups, left_out, batch, metrics = await under_way
+            under_way = None
             with _timed(seconds, "audit"):
-                counts = (0, 0) if audit is None else _audited(audit, params[0], engine, unaudited)
+                counts = (0, 0) if audit is None else _audited(audit, params[0], engine, unaudited, seen, replays)
                 unaudited.clear()
+            for group in (*groups, *left_out):
+                del prompts[group.prompt.index]
+                for rollout in group.rollouts:
+                    del scored[rollout.prompt_index, rollout.sample]
+                    replays.pop((rollout.prompt_index, rollout.sample), None)
+                    seen.pop((rollout.prompt_index, rollout.sample), None)
             with _timed(seconds, "publish"):
-                plan = schedule.consume(plan)
-                params.append(publish_params(state))
-                if (version := schedule.served_version(plan)) > engine.version:
-                    engine.publish(params[0], version)
+                published = schedule.due_version(plan) > engine.version
+                if published or settings.exact_lag is not None:
+                    params.append(publish_params(state))
+                plan = schedule.publish(plan)
+                if published:
+                    engine.publish(params[0], plan.served)
+                    boundary = plan, state, tuple(params)
             seconds["total"], began = perf_counter() - began, perf_counter()
-            metrics = {**metrics, **_own_metrics(state.version, batch, counts, steps, seconds)}
+            own = _own_metrics(state.version, batch, counts, len(left_out), steps, seconds)
             record = UpdateRecord(
-                state=state, groups=groups, batch=batch, metrics=metrics, seconds=seconds, engine_steps=steps
+                state=state,
+                groups=groups,
+                left_out=left_out,
+                batch=batch,
+                metrics={**metrics, **own},
+                seconds=dict(seconds),
+                engine_steps=steps,
+                snapshot=last_snapshot if published else None,
             )
-            seconds, steps = dict.fromkeys(PARTS, 0.0), 0
+            seconds.update(dict.fromkeys(PARTS, 0.0))
+            steps = 0
             if on_update is not None:
                 on_update(record)
-        engine.abort([(rollout.prompt_index, rollout.sample) for rollout in engine.running()])
-        return state
     finally:
-        await _cancelled([reward for _, reward in scored.values()], reward_timeout_s)
+        try:
+            if on_end is not None:
+                on_end(last_snapshot)
+        finally:
+            pending = [reward for _, reward in scored.values()] + ([] if under_way is None else [under_way])
+            await cancel(pending, reward_timeout_s)
+    engine.abort([(rollout.prompt_index, rollout.sample) for rollout in engine.running()])
+    return state
+
+
+def _prompt(task: Task, index: int) -> Prompt:
+    prompt = task.prompt(index)
+    if prompt.index != index:
+        raise ValueError(f"prompt {index} of the task must have index {index}, got {prompt.index}")
+    return prompt
+
+
+def _restore(saved, engine: Engine, task: Task, prompts: Mapping[int, Prompt], request, scored, replays) -> None:
+    """Put a saved response back where it was: into the engine, or among the finished."""
+    rollout, key = saved.rollout, (saved.rollout.prompt_index, saved.rollout.sample)
+    if rollout.prompt_ids != prompts[key[0]].token_ids:
+        raise ValueError(f"prompt {key[0]} of the task must be the one that the run began with, got another")
+    if rollout.replay_logprobs is not None:
+        replays[key] = rollout.replay_logprobs
+    rollout = attrs.evolve(rollout, replay_logprobs=None)
+    if rollout.stop_reason == "running":
+        new = request(prompt_index=key[0], sample=key[1], prompt_ids=rollout.prompt_ids, seed=rollout.seed)
+        engine.submit(new, rollout)
+        return
+    known = asyncio.sleep(0, saved.reward) if saved.reward is not None else reward_of(task, prompts[key[0]], rollout)
+    scored[key] = rollout, asyncio.create_task(known)
 
 
 def _fill(
@@ -186,83 +255,35 @@ def _fill(
     while (response := schedule.next_response(plan)) is not None:
         index, sample = response
         if sample == 0:
-            prompts[index] = prompt = task.prompt(index)
-            if prompt.index != index:
-                raise ValueError(f"prompt {index} of the task must have index {index}, got {prompt.index}")
+            prompts[index] = _prompt(task, index)
         seed = schedule.sample_seed(run_seed, index, sample)
         engine.submit(request(prompt_index=index, sample=sample, prompt_ids=prompts[index].token_ids, seed=seed))
         plan = schedule.submit(plan)
     return plan
 
 
-async def _reward(task: Task, prompt: Prompt, rollout: Rollout) -> float:
-    """The reward of one response; an error names the prompt, the sample and the rule."""
-    name = f"reward of prompt {prompt.index}, sample {rollout.sample}"
-    try:
-        if inspect.iscoroutinefunction(task.score):
-            value, error = await task.score(prompt, rollout.response_ids), None
+async def _learn(gather, state, update, allowed: range, replays, seconds: dict[str, float], *, beside: bool):
+    """One update, from its rewards on: (state, groups, groups left out, batch, metrics)."""
+    with _timed(seconds, "reward_wait"):
+        groups, left_out = await gather()
+    known = lambda rollout: with_replay(rollout, replays.get((rollout.prompt_index, rollout.sample)))
+    groups = tuple(attrs.evolve(group, rollouts=[known(rollout) for rollout in group.rollouts]) for group in groups)
+    _check_versions(groups, allowed)
+    batch, before = stack(groups), state.version
+    with _timed(seconds, "update"):
+        if beside:
+            try:
+                outcome, error = await asyncio.wait_for(in_thread(update, state, batch), UPDATE_LIMIT_S)
+            except TimeoutError:
+                raise TimeoutError(f"update to version {before + 1} must end within {UPDATE_LIMIT_S} s") from None
+            if error is not None:
+                raise error
+            state, metrics = outcome
         else:
-            value, error = await _in_thread(task.score, prompt, rollout.response_ids)
-    except (Exception, asyncio.CancelledError) as raised:
-        value, error = None, raised
-    if error is not None:
-        raise RuntimeError(f"{name} must be a finite number, got an error from score: {error!r}") from error
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a finite number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    return float(value)
-
-
-def _in_thread(function: Callable[..., Any], *arguments: Any) -> asyncio.Future[tuple[Any, BaseException | None]]:
-    """What the function returns, and what it raises. The thread is a daemon: if it hangs, the process can still end."""
-    outcome: concurrent.futures.Future = concurrent.futures.Future()
-    outcome.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so the thread can always set it
-    threading.Thread(target=_call, args=(outcome, function, *arguments), daemon=True).start()
-    return asyncio.wrap_future(outcome)
-
-
-def _call(outcome: concurrent.futures.Future, function: Callable[..., Any], *arguments: Any) -> None:
-    try:
-        result = function(*arguments), None
-    except BaseException as error:  # a value here: an asyncio future refuses StopIteration as an exception
-        result = None, error
-    outcome.set_result(result)
-
-
-async def _rewarded(
-    chosen: Sequence[int],
-    prompts: dict[int, Prompt],
-    scored: dict[Id, tuple[Rollout, asyncio.Task[float]]],
-    group_size: int,
-    limit_s: float,
-) -> tuple[Group, ...]:
-    """The groups of these prompts, once their rewards are there; they leave `prompts` and `scored`."""
-    rewards = {(index, sample): scored[index, sample][1] for index in chosen for sample in range(group_size)}
-    await asyncio.wait(rewards.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
-    for reward in rewards.values():
-        if reward.done():
-            reward.result()  # raises what it raised
-    late = [key for key, reward in rewards.items() if not reward.done()]
-    if late:
-        raise TimeoutError(
-            f"reward of prompt {late[0][0]}, sample {late[0][1]} must arrive within reward_timeout_s ({limit_s} s) "
-            f"of the update that needs it, got none ({len(late)} of {len(rewards)} are late)"
-        )
-    groups = []
-    for index in chosen:
-        rollouts, tasks = zip(*(scored.pop((index, sample)) for sample in range(group_size)), strict=True)
-        groups.append(Group(prompt=prompts.pop(index), rollouts=rollouts, rewards=[task.result() for task in tasks]))
-    return tuple(groups)
-
-
-async def _cancelled(rewards: Sequence[asyncio.Task[float]], limit_s: float) -> None:
-    for reward in rewards:
-        reward.cancel()
-    if rewards:
-        done, _ = await asyncio.wait(rewards, timeout=limit_s)
-        for reward in done:
-            reward.cancelled() or reward.exception()  # read, so that asyncio does not report it as lost
+            state, metrics = update(state, batch)
+    if state.version != before + 1:
+        raise RuntimeError(f"update must return version {before + 1}, got {state.version}")
+    return state, groups, left_out, batch, metrics
 
 
 def _check_versions(groups: Iterable[Group], allowed: range) -> None:
@@ -275,13 +296,30 @@ def _check_versions(groups: Iterable[Group], allowed: range) -> None:
             raise RuntimeError(f"{name} must be within {allowed[0]} to {allowed[-1]}, got {versions.tolist()}")
 
 
-def _audited(audit: Audit, params: Params, engine: Engine, finished: Iterable[Rollout]) -> tuple[int, int]:
-    sampled_now = lambda rollouts: [r for r in rollouts if (r.policy_versions == engine.version).any()]
-    return audit(params, sampled_now(finished), sampled_now(engine.running()))
+def _audited(
+    audit: Audit,
+    params: Params,
+    engine: Engine,
+    finished: Iterable[Rollout],
+    seen: dict[Id, int],
+    replays: dict[Id, Tensor],
+) -> tuple[int, int]:
+    """(tokens replayed, tokens whose bits differ); what was replayed enters `replays`, what was shown `seen`."""
+    known = {(r.prompt_index, r.sample): r for r in (*finished, *engine.running())}
+    grown = {key: seen.get(key, 0) for key, r in known.items() if len(r.response_ids) > seen.get(key, 0)}
+    tokens = differing = 0
+    for key, (places, values) in audit(params, [(known[key], first) for key, first in grown.items()]).items():
+        reported = known[key].behaviour_logprobs[places]
+        tokens += len(places)
+        differing += int((values.view(torch.int32) != reported.view(torch.int32)).sum())
+        before = with_replay(known[key], replays.get(key, values[:0]))
+        replays[key] = before.replay_logprobs.index_put((places,), values)
+    seen |= {key: len(known[key].response_ids) for key in grown}
+    return tokens, differing
 
 
 def _own_metrics(
-    version: int, batch: TrainBatch, counts: tuple[int, int], steps: int, seconds: Mapping[str, float]
+    version: int, batch: TrainBatch, counts: tuple[int, int], dropped: int, steps: int, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     lags = (version - 1 - batch.policy_versions)[batch.mask]
     return {
@@ -291,6 +329,7 @@ def _own_metrics(
         "lag_max": int(lags.max()) if lags.numel() else 0,
         "audited_tokens": counts[0],
         "differing_tokens": counts[1],
+        "dropped_groups": dropped,
         "engine_steps": steps,
         "seconds": seconds["total"],
         **{f"{part}_seconds": seconds[part] for part in PARTS},

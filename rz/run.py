@@ -179,7 +179,6 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
                     dtype=config.torch_dtype,
                     share=config.audit_share,
                     run_seed=config.seed,
-                    version=lambda: engine.version,
                 ),
                 on_update=on_update,
                 on_response=lambda rollout: unused.__setitem__((rollout.prompt_index, rollout.sample), rollout),

@@ -20,15 +20,15 @@ open group
 - No token exceeds the bound. Once the update at v is made, a group with a = v - L has P * 0 places, so that update
   takes it or does not run.
 - No finished group is dropped: a group leaves only by being consumed, and updates * P groups are admitted in all.
-- No deadlock. With nothing in flight and nothing to submit, every open group is complete, and either as many are open as
-  may be, P * (s + L - v + 1) >= P as s >= v - L between two updates (publish_every <= L + 1), or all have been admitted
-  and a multiple of P, not 0 before the end, is open. The P oldest can go: each count falls by P or to 0 while its limit
-  falls by P, and stays >= 0. So the update runs.
+- No deadlock. With nothing in flight and nothing to submit, every open group is complete, and either as many are open
+  as may be, P * (s + L - v + 1) >= P as s >= v - L between two updates (publish_every <= L + 1), or all have been
+  admitted and a multiple of P, not 0 before the end, is open. The P oldest can go: each count falls by P or to 0 while
+  its limit falls by P, and stays >= 0. So the update runs.
 - max_lag = 0: at most P groups are open and an update needs P, so it generates P groups, updates, and repeats. While an
   update is under way nothing may be admitted.
 
-The exact dial serves weights exact_lag versions behind and paces by L = 0 and a = v. Then nothing is in flight at an update, each
-update consumes what was sampled wholly under one version, and every lag is min(updates made, exact_lag).
+The exact dial serves weights exact_lag versions behind and paces by L = 0 and a = v. Then nothing is in flight at an
+update, each update consumes what was sampled wholly under one version, and every lag is min(updates made, exact_lag).
 """
 
 import hashlib
@@ -198,6 +198,18 @@ def finish(schedule: Schedule, prompt_index: int, sample: int) -> Schedule:
     grown = attrs.evolve(groups[place], finished=groups[place].finished | {sample})
     return attrs.evolve(
         schedule, in_flight=schedule.in_flight - 1, groups=(*groups[:place], grown, *groups[place + 1 :])
+    )
+
+
+def submitted(schedule: Schedule) -> tuple[tuple[tuple[int, int], bool], ...]:
+    """((prompt_index, sample), finished) of every submitted response of the open groups, in order of submission."""
+    sizes = [schedule.settings.group_size] * len(schedule.groups)
+    if schedule.next_sample:
+        sizes[-1] = schedule.next_sample
+    return tuple(
+        ((group.prompt_index, sample), sample in group.finished)
+        for group, size in zip(schedule.groups, sizes, strict=True)
+        for sample in range(size)
     )
 
 

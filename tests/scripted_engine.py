@@ -1,6 +1,7 @@
 """An engine that samples by a script and computes nothing; with it a learner, a task and a run of the same kind."""
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 
 import attrs
@@ -43,12 +44,12 @@ class ScriptedEngine:
     most: int = 0
     _live: dict[tuple[int, int], tuple[Request, list[int]]] = attrs.Factory(dict)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, sampled: Rollout | None = None) -> None:
         if request.id in self._live:
             raise ValueError(f"request id must be new, got {request.id}")
         self.requests.append(request)
         self.events.append(("submit", request.id))
-        self._live[request.id] = (request, [])
+        self._live[request.id] = (request, [] if sampled is None else sampled.policy_versions.tolist())
         self.most = max(self.most, len(self._live))
 
     def step(self) -> list[Rollout]:
@@ -107,6 +108,20 @@ class Learner:
 
 def learn(state, batch):
     return Learner(state.version + 1), {"loss": float(state.version)}
+
+
+@attrs.frozen(eq=False)
+class Remembering(Learner):
+    """A state that depends on all that was consumed, in order."""
+
+    seen: int = 0
+
+
+def remember(state, batch):
+    values = (batch.response_ids, batch.policy_versions, batch.rewards, batch.group_ids)
+    text = f"{state.seen} {[value.tolist() for value in values]}"
+    seen = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    return Remembering(state.version + 1, seen), {"loss": float(seen)}
 
 
 @attrs.frozen

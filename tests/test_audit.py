@@ -15,6 +15,7 @@ from rz.models.dense import random_params
 from rz.models.hf import save_checkpoint
 from rz.models.make import make_tiny
 from rz.report import ROLLOUTS, rollout_line, write_config
+from rz.snapshot import before
 
 
 @pytest.fixture(scope="module")
@@ -138,24 +139,30 @@ def test_the_share_is_kept_and_each_number_matters():
     assert len(groups) > 50 and any(0 < sum(group) < 8 for group in groups)
 
 
-def test_the_online_audit_replays_chosen_responses_under_the_served_version(model, rollouts):
+def test_the_online_audit_replays_the_new_tokens_of_chosen_responses(model, rollouts):
     _, config, versions = model
-    served = [0]
-    audit = lambda share: online_audit(config, dtype=torch.float32, share=share, run_seed=3, version=lambda: served[0])
-    assert audit(1.0)(versions[0], rollouts[:3], rollouts[3:]) == (34, 0)
-    assert audit(0.0)(versions[0], rollouts[:3], rollouts[3:]) == (0, 0)
-    chosen = [rollout for rollout in rollouts if is_audited(3, rollout, 0.5)]
-    tokens = sum(int((rollout.policy_versions == 0).sum()) for rollout in chosen)
-    assert 0 < tokens < 34 and audit(0.5)(versions[0], rollouts, []) == (tokens, 0)
-    served[0] = 1
-    assert audit(1.0)(versions[1], [], rollouts) == (36, 0)
-    assert audit(1.0)(versions[0], [], rollouts) == (36, 36)
+    audit = lambda share: online_audit(config, dtype=torch.float32, share=share, run_seed=3)
+    old = [(before(rollout, 1), 0) for rollout in rollouts]
+    new = [(rollout, len(part.response_ids)) for rollout, (part, _) in zip(rollouts, old, strict=True)]
+
+    def counts(found, grown):
+        reported = {(r.prompt_index, r.sample): r.behaviour_logprobs for r, _ in grown}
+        equal = [torch.equal(values, reported[key][places]) for key, (places, values) in found.items()]
+        return sum(len(places) for places, _ in found.values()), sum(equal), len(found)
+
+    assert counts(audit(1.0)(versions[0], old), old) == (34, 6, 6)
+    assert audit(0.0)(versions[0], old) == {}
+    chosen = [(rollout, first) for rollout, first in old if is_audited(3, rollout, 0.5)]
+    tokens = sum(len(rollout.response_ids) for rollout, _ in chosen)
+    assert 0 < tokens < 34 and counts(audit(0.5)(versions[0], old), old) == (tokens, len(chosen), len(chosen))
+    assert counts(audit(1.0)(versions[1], new), new) == (36, 5, 5)
+    assert counts(audit(1.0)(versions[0], new), new) == (36, 0, 5)  # of other weights than it is given
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
 def test_a_share_out_of_range_is_refused(model, share):
     with pytest.raises(ValueError, match=r"share must be in \[0, 1\], got"):
-        online_audit(model[1], dtype=torch.float32, share=share, run_seed=0, version=int)
+        online_audit(model[1], dtype=torch.float32, share=share, run_seed=0)
 
 
 # Where a difference begins

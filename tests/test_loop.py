@@ -1,4 +1,5 @@
 import asyncio
+from time import perf_counter, sleep
 
 import attrs
 import pytest
@@ -6,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from scripted_engine import LOGPROB, Learner, ScriptedEngine, Sums, consumed, plan, run, token, uneven
+from scripted_engine import LOGPROB, Learner, ScriptedEngine, Sums, consumed, learn, plan, run, token, uneven
 
 from rz import loop
 from rz.schedule import sample_seed
@@ -259,23 +260,30 @@ def test_an_update_that_does_not_raise_the_version_by_one_is_an_error():
 # The audit
 
 
-@pytest.mark.parametrize("exact_lag", [None, 0, 2])
+@pytest.mark.parametrize(
+    "mode", [{}, {"exact_lag": 0}, {"exact_lag": 2}, {"publish_every": 3}, {"overlap_steps": 1}, {"overlap_steps": 9}]
+)
 @pytest.mark.parametrize("slots", [1, 6, 40])
-def test_audit_sees_every_token_once_under_its_own_version(exact_lag, slots):
+def test_audit_sees_every_token_once_under_its_own_version(mode, slots):
+    overlap = mode.get("overlap_steps", 0)
+    mode = {name: value for name, value in mode.items() if name != "overlap_steps"}
     engine, seen = ScriptedEngine(uneven, version=1), []
 
-    def audit(params, finished, running):
+    def audit(params, grown):
         assert params["version"] == engine.version  # before the publish
-        counts = 0
-        for rollout in (*finished, *running):
-            now = (rollout.policy_versions == engine.version).nonzero()[:, 0].tolist()
-            assert now, "a response without a token to replay"
-            seen.extend((rollout.prompt_index, rollout.sample, place, engine.version) for place in now)
-            counts += len(now)
-        assert all(rollout.stop_reason == "running" for rollout in running)
-        return counts, len(finished)
+        found = {}
+        for rollout, first in grown:
+            now = torch.arange(first, len(rollout.response_ids))
+            assert len(now), "a response without a token to replay"
+            assert (rollout.policy_versions[now] == engine.version).all()
+            seen.extend((rollout.prompt_index, rollout.sample, place, engine.version) for place in now.tolist())
+            values = rollout.behaviour_logprobs[now].clone()
+            if rollout.stop_reason != "running":
+                values[-1] += 2.0**-23  # the last token of each response: one ulp off
+            found[rollout.prompt_index, rollout.sample] = now, values
+        return found
 
-    records, _ = run(engine, audit=audit, settings=plan(exact_lag=exact_lag, slots=slots))
+    records, _ = run(engine, audit=audit, settings=plan(slots=slots, **mode), overlap_steps=overlap)
     used = [
         (rollout.prompt_index, rollout.sample, place, version)
         for rollout in consumed(records)
@@ -283,5 +291,97 @@ def test_audit_sees_every_token_once_under_its_own_version(exact_lag, slots):
     ]
     assert sorted(seen) == sorted(used)
     assert sum(record.metrics["audited_tokens"] for record in records) == len(used)
-    # this audit counts the responses passed as finished; each is passed so once, as its last token is of the version
+    # this audit finds the last token of each finished response differing; each is passed so once
     assert sum(record.metrics["differing_tokens"] for record in records) == len(consumed(records))
+
+
+def test_what_was_replayed_before_an_update_reaches_its_batch():
+    # One group an update, lag 1, as in test_lag_labels_of_known_delays: prompt 0 is consumed at version 1 with a token
+    # of version 0, which was replayed at the first update, and three of version 1, which the audit sees after it.
+    def audit(params, grown):
+        places = lambda rollout, first: torch.arange(first, len(rollout.response_ids))
+        found = {(r.prompt_index, r.sample): places(r, first) for r, first in grown}
+        return {key: (now, 10.0 * now.float() - engine.version) for key, now in found.items()}
+
+    engine = ScriptedEngine(lambda prompt, sample: 4 if prompt == 0 else 1)
+    records, _ = run(engine, audit=audit, settings=plan(groups_per_update=1, max_lag=1, updates=3))
+    nan = float("nan")
+    assert records[0].batch.replay_logprobs is None  # prompt 1, at lag 0
+    expected = torch.tensor([[0.0, nan, nan, nan]]).expand(2, -1)
+    assert torch.equal(records[1].batch.replay_logprobs.isnan(), expected.isnan())
+    assert records[1].batch.replay_logprobs[:, 0].tolist() == [0.0, 0.0]
+    assert records[2].batch.replay_logprobs.tolist() == [[-1.0], [-1.0]]  # prompt 2, of version 1
+
+
+# Updates beside the engine
+
+
+@pytest.mark.parametrize("overlap", [1, 3, 1000])
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_an_update_beside_the_engine_keeps_the_bound_and_every_response(overlap, max_lag):
+    engine, seen = ScriptedEngine(uneven), []
+    records, state = run(
+        engine, settings=plan(max_lag=max_lag), overlap_steps=overlap, on_response=seen.append, update=learn
+    )
+    assert state.version == 8 and engine.version == 8
+    for record in records:
+        lags = (record.state.version - 1 - record.batch.policy_versions)[record.batch.mask]
+        assert 0 <= lags.min() and lags.max() <= max_lag
+    ids = lambda rollouts: sorted((r.prompt_index, r.sample, len(r.response_ids)) for r in rollouts)
+    assert ids(consumed(records)) == ids(seen) == [(p, s, uneven(p, s)) for p in range(16) for s in range(2)]
+
+
+def test_an_update_runs_beside_so_many_steps_whatever_its_time():
+    # Two slots, one group of two, two tokens a response: the update on prompt 0 begins after step 2, and version 1 is
+    # published after step 3, when prompt 1 has one token of version 0.
+    traces = []
+    for pause in (0.0, 0.05):
+
+        def slow(state, batch, pause=pause):
+            sleep(pause)
+            return learn(state, batch)
+
+        engine = ScriptedEngine(lambda prompt, sample: 2)
+        settings = plan(groups_per_update=1, max_lag=1, slots=2, updates=3)
+        records, _ = run(engine, settings=settings, overlap_steps=1, update=slow)
+        traces.append((engine.events, [record.engine_steps for record in records]))
+        versions = [record.groups[0].rollouts[0].policy_versions.tolist() for record in records]
+        assert versions == [[0, 0], [0, 1], [1, 2]]
+        assert [record.metrics["lag_max"] for record in records] == [0, 1, 1]
+    assert traces[0] == traces[1]
+
+
+def test_the_engine_steps_while_the_update_runs():
+    class Slow(ScriptedEngine):
+        def step(self):
+            sleep(0.005)
+            return super().step()
+
+    engine, during = Slow(lambda prompt, sample: 20 + 20 * prompt), []
+
+    def waits(state, batch):
+        before, limit = engine.steps, perf_counter() + 10
+        while engine.steps < before + 2 and perf_counter() < limit:
+            sleep(0.001)
+        during.append(engine.steps - before)
+        return learn(state, batch)
+
+    run(engine, update=waits, overlap_steps=40, settings=plan(updates=3, slots=12))
+    assert during[0] >= 2
+
+
+def test_an_update_beside_the_engine_that_raises_ends_the_run_at_once():
+    def fail(state, batch):
+        raise FloatingPointError("loss is nan")
+
+    engine = ScriptedEngine(lambda prompt, sample: 3)
+    with pytest.raises(FloatingPointError, match="loss is nan"):
+        run(engine, update=fail, overlap_steps=10**9, settings=plan(max_lag=8))
+    assert engine.steps < 10**6
+
+
+def test_overlap_with_the_exact_dial_is_refused():
+    with pytest.raises(ValueError, match="overlap_steps must be >= 0, and 0 with exact_lag, got 1"):
+        run(ScriptedEngine(uneven), settings=plan(exact_lag=1), overlap_steps=1)
+    with pytest.raises(ValueError, match="overlap_steps must be >= 0, and 0 with exact_lag, got -1"):
+        run(ScriptedEngine(uneven), overlap_steps=-1)

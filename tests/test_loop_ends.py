@@ -206,7 +206,7 @@ def test_an_update_that_raises_passes_through():
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        (dict(state=Learner(4)), r"engine must serve the version of state \(4\), got 0"),
+        (dict(state=Learner(4)), r"engine must have the version that the run goes on from \(4\), got 0"),
         (dict(reward_timeout_s=0.0), "reward_timeout_s must be > 0 and finite, got 0.0"),
         (dict(reward_timeout_s=float("inf")), "reward_timeout_s must be > 0 and finite, got inf"),
         (dict(first_prompt=-1), "first_prompt must be >= 0, got -1"),
@@ -217,3 +217,41 @@ def test_an_update_that_raises_passes_through():
 def test_impossible_arguments_name_field_rule_and_value(changes, rule):
     with pytest.raises(ValueError, match=rule):
         run(ScriptedEngine(uneven), **changes)
+
+
+# Going on without a reward
+
+
+@attrs.frozen
+class Half(Sums):
+    """Prompts 1 and 4 have a reward that is late, raises or is NaN."""
+
+    how: str = "late"
+
+    async def score(self, prompt, response_ids):
+        if prompt.index not in (1, 4):
+            return 1.0
+        if self.how == "late":
+            await asyncio.Event().wait()
+        if self.how == "raises":
+            raise OSError("no sandbox")
+        return float("nan")
+
+
+@pytest.mark.parametrize("how", ["late", "raises", "nan"])
+def test_a_group_without_a_reward_is_left_out_and_counted(how):
+    engine = ScriptedEngine(uneven)
+    settings = plan(max_lag=0, updates=3)
+    records, state = run(engine, task=Half(how=how), settings=settings, reward_timeout_s=0.05, drop_unscored=True)
+    assert state.version == 3
+    assert [[group.prompt.index for group in record.groups] for record in records] == [[0], [2, 3], [5]]
+    assert [[group.prompt.index for group in record.left_out] for record in records] == [[1], [], [4]]
+    assert [record.metrics["dropped_groups"] for record in records] == [1, 0, 1]
+    assert len(records[0].batch.rewards) == 2 and all(np.isnan(records[0].left_out[0].rewards))
+
+
+def test_an_update_without_any_group_left_ends_the_run():
+    with pytest.raises(
+        RuntimeError, match=r"at least one group with all its rewards, got none: .*OSError\('no sandbox'\)"
+    ):
+        run(ScriptedEngine(uneven), task=Half(how="raises"), settings=plan(groups_per_update=1), drop_unscored=True)

@@ -18,9 +18,12 @@ class Engine(Protocol):
 
     version: int
 
-    def submit(self, request: Request) -> None:
-        """Queue one response. Raises ValueError, and queues nothing, if it could never run (an id in use, a prompt
-        that with max_tokens exceeds the longest sequence, a setting that the learner cannot reproduce)."""
+    def submit(self, request: Request, sampled: Rollout | None = None) -> None:
+        """Queue one response, or with `sampled` (running, of this request) the rest of one that another engine began.
+
+        The continuation has the tokens that the other engine would have sampled under the same weights.
+        Raises: ValueError, and queues nothing, if it could never run (an id in use, a prompt that with max_tokens
+            exceeds the longest sequence, a setting that the learner cannot reproduce, nothing left to sample)."""
 
     def step(self) -> list[Rollout]:
         """One forward pass over what is scheduled; the responses that it finished, in order of request id."""

@@ -48,15 +48,16 @@ class PlainEngine:
         self.config, self.max_length, self.version = config, max_length, version - 1
         self.publish(params, version)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, sampled: Rollout | None = None) -> None:
         self._require_open()
         check_request(
             request,
+            sampled,
             self._running.keys() | self._waiting.keys(),
             vocab_size=self.config.vocab_size,
             max_length=self.max_length,
         )
-        self._waiting[request.id] = Record(request)
+        self._waiting[request.id] = Record(request, sampled)
 
     @torch.no_grad()
     def step(self) -> list[Rollout]:

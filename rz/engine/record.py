@@ -12,11 +12,11 @@ from rz.models.dense import DenseConfig
 class Record:
     """The tokens of one response so far, each with its logprob and version."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, sampled: Rollout | None = None) -> None:
         self.request = request
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
+        self.tokens: list[int] = [] if sampled is None else list(sampled.response_ids)
+        self.logprobs: list[float] = [] if sampled is None else sampled.behaviour_logprobs.tolist()
+        self.versions: list[int] = [] if sampled is None else sampled.policy_versions.tolist()
 
     def append(self, token: int, logprob: float, version: int) -> None:
         """Raises ValueError, naming response and position, if logprob is None or NaN."""
@@ -44,8 +44,11 @@ class Record:
         )
 
 
-def check_request(request: Request, taken: Container[tuple[int, int]], *, vocab_size: int, max_length: int) -> None:
-    """Raises ValueError if the request could never run: its id in use, too long, or a token outside the vocabulary."""
+def check_request(
+    request: Request, sampled: Rollout | None, taken: Container[tuple[int, int]], *, vocab_size: int, max_length: int
+) -> None:
+    """Raises ValueError if the request could never run: its id in use, too long, a token outside the vocabulary, or
+    what was sampled of it is of another request or whole."""
     if request.id in taken:
         raise ValueError(f"request id must be new, got {request.id} which is running")
     if (length := len(request.prompt_ids) + request.max_tokens) > max_length:
@@ -53,8 +56,17 @@ def check_request(request: Request, taken: Container[tuple[int, int]], *, vocab_
             f"prompt tokens plus max_tokens must be <= max_length {max_length}, "
             f"got {len(request.prompt_ids)} + {request.max_tokens} = {length}"
         )
-    for name in ("prompt_ids", "stop_ids"):
-        for token in getattr(request, name):
+    if sampled is not None:
+        same = ("prompt_index", "sample", "prompt_ids", "seed", "temperature")
+        if wrong := [name for name in same if getattr(sampled, name) != getattr(request, name)]:
+            got = f"{getattr(sampled, wrong[0])} for {getattr(request, wrong[0])}"
+            raise ValueError(f"{wrong[0]} of the sampled part must be the request's, got {got}")
+        ended = sampled.response_ids and sampled.response_ids[-1] in request.stop_ids
+        if ended or len(sampled.response_ids) >= request.max_tokens:
+            raise ValueError(f"sampled part must be unfinished, got {len(sampled.response_ids)} tokens")
+    named = [("prompt_ids", request.prompt_ids), ("stop_ids", request.stop_ids)]
+    for name, tokens in named + ([] if sampled is None else [("response_ids", sampled.response_ids)]):
+        for token in tokens:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"{name} must be in [0, {vocab_size}), got {token}")
 

@@ -116,19 +116,22 @@ class VllmEngine:
         self.config, self.max_length, self.version, self.cached_tokens = config, max_length, version - 1, 0
         self.publish(params, version)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, sampled: Rollout | None = None) -> None:
         llm = self._open()
-        check_request(request, self._records, vocab_size=self.config.vocab_size, max_length=self.max_length)
+        check_request(request, sampled, self._records, vocab_size=self.config.vocab_size, max_length=self.max_length)
         if request.temperature < 0.01:
             raise ValueError(f"temperature must be >= 0.01, which vLLM raises lower ones to, got {request.temperature}")
+        record = Record(request, sampled)
+        begun = len(record.tokens)
         sampling = self._make_sampling(
-            max_tokens=request.max_tokens,
+            max_tokens=request.max_tokens - begun,
             temperature=request.temperature,
             stop_token_ids=list(request.stop_ids),
-            extra_args={"seed": request.seed},
+            extra_args={"seed": request.seed, "begun": begun},
         )
-        llm.add_request(_name(request.id), self._make_prompt(prompt_token_ids=list(request.prompt_ids)), sampling)
-        self._records[request.id] = Record(request)
+        prompt = self._make_prompt(prompt_token_ids=[*request.prompt_ids, *record.tokens])
+        llm.add_request(_name(request.id), prompt, sampling)
+        self._records[request.id] = record
 
     def step(self) -> list[Rollout]:
         finished = []

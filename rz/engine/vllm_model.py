@@ -74,10 +74,9 @@ class SeededSampler(nn.Module):
     def forward(self, logits: Tensor, sampling_metadata, **unused) -> SamplerOutput:
         requests = [self.runner.requests[name] for name in self.runner.input_batch.req_ids[: len(logits)]]
         logprobs = tempered_logprobs(logits, temperature=sampling_metadata.temperature)
-        uniform = uniforms(
-            [request.sampling_params.extra_args["seed"] for request in requests],
-            [len(request.output_token_ids) for request in requests],
-        )
+        extra = [request.sampling_params.extra_args for request in requests]
+        begun = [more["begun"] + len(request.output_token_ids) for more, request in zip(extra, requests, strict=True)]
+        uniform = uniforms([more["seed"] for more in extra], begun)
         tokens = sample_tokens(logprobs, uniform)[:, None]
         ids = tokens.to(torch.int32)
         drawn = LogprobsTensors(ids, logprobs.gather(1, tokens), torch.zeros(len(tokens), dtype=torch.int32))

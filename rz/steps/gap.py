@@ -48,46 +48,58 @@ def gap_metrics(logprobs: Tensor, batch: TrainBatch, *, policy_version: int) -> 
         "lag_max": float(lag.max()) if len(lag) else 0.0,
         "differing_lag_0": float((difference[lag == 0] != 0).sum()),
     }
-    for low, high in LAG_BUCKETS:
-        suffix = f"lag_{low}_up" if high is None else f"lag_{low}" if low == high else f"lag_{low}_{high}"
-        inside = lag >= low if high is None else (lag >= low) & (lag <= high)
-        metrics |= {f"{name}_{suffix}": value for name, value in _summary(difference[inside]).items()}
+    for suffix, inside in _buckets(lag):
+        metrics |= {name + suffix: value for name, value in _summary(difference[inside]).items()}
     return metrics
 
 
-def lag_kernel_split(current: Tensor, replay: Tensor, batch: TrainBatch, *, replayed: Tensor) -> dict[str, float]:
-    """The gap's two terms apart: what the updates since did, and what the engine computed otherwise.
+def lag_kernel_split(logprobs: Tensor, batch: TrainBatch, *, policy_version: int) -> dict[str, float]:
+    """The gap's two terms apart, over the live tokens that were replayed, in all and by policy lag.
 
-        p - q = (p - r) + (r - q),   lag term p - r, kernel term r - q
+        p - q = (p - r) + (r - q),   lag term p - r: what the updates since did,
+                                     kernel term r - q: what the engine computed otherwise
 
     Shapes: B responses, T positions.
     Args:
-        current: [B, T] float32 or float64, nats: p, of the policy now.
-        replay: [B, T] float32, nats: r, of the learner under the version that sampled each token.
-        batch: its behaviour_logprobs are q.
-        replayed: [B, T] bool, True = replay holds a value here. Read only where mask is True as well.
-    Returns: floats: lag_term_mean_abs, lag_term_max, kernel_term_mean_abs, kernel_term_max (nats, of the absolute
-        value, in float64), differing_tokens (r and q have other bits), replayed_tokens (live and replayed).
+        logprobs: [B, T] float32 or float64, nats: p.
+        batch: its behaviour_logprobs are q, its replay_logprobs r, NaN (or None) where a token was not replayed.
+        policy_version: the version that p is of.
+    Returns: floats, always under the same names: lag_term (mean of the absolute value, nats, in float64), kernel_term
+        (its largest absolute value), replayed_tokens, replayed_differing (r and q have other bits), and the first three
+        for each bucket of lags, with the suffixes of gap_metrics.
     Gradient: none; reads values on the host.
-    Edge cases: bits are compared as integers, so that 0.0 and -0.0 differ and a NaN equals itself; no token gives 0
-        everywhere; a value that is not finite shows as NaN or inf in its terms.
-    Raises: TypeError if replay is not float32 or replayed not bool; ValueError for a shape that disagrees.
+    Edge cases: bits are compared as integers, so that 0.0 and -0.0 differ; no token gives 0 everywhere; a value of p or
+        q that is not finite shows as NaN or inf in its terms.
+    Raises: as check_logprobs.
     """
-    check_logprobs(current, batch)
-    for name, value, dtype in (("replay", replay, torch.float32), ("replayed", replayed, torch.bool)):
-        if value.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}, got {value.dtype}")
-        if value.shape != batch.mask.shape:
-            raise ValueError(f"{name} must have the shape of mask {list(batch.mask.shape)}, got {list(value.shape)}")
-    live = batch.mask & replayed
-    p, r, q = (tensor.detach()[live].cpu() for tensor in (current, replay, batch.behaviour_logprobs))
-    metrics = {}
-    for name, term in (("lag_term", p.double() - r.double()), ("kernel_term", r.double() - q.double())):
-        metrics[f"{name}_mean_abs"] = float(term.abs().mean()) if len(term) else 0.0
-        metrics[f"{name}_max"] = float(term.abs().max()) if len(term) else 0.0
-    metrics["differing_tokens"] = float(torch.ne(r.view(torch.int32), q.view(torch.int32)).sum())
-    metrics["replayed_tokens"] = float(len(r))
+    check_logprobs(logprobs, batch)
+    if batch.replay_logprobs is None:
+        live = torch.zeros_like(batch.mask)
+        p = r = q = lag = torch.zeros(0)
+    else:
+        live = batch.mask & ~batch.replay_logprobs.isnan()
+        p, r, q = (x.detach()[live].cpu() for x in (logprobs, batch.replay_logprobs, batch.behaviour_logprobs))
+        lag = policy_version - batch.policy_versions[live].cpu()
+    differing = torch.ne(r.view(torch.int32), q.view(torch.int32)).sum()
+    lag_term, kernel_term = (p.double() - r.double()).abs(), (r.double() - q.double()).abs()
+    metrics = {"replayed_differing": float(differing)}
+    for suffix, inside in (("", lag == lag), *_buckets(lag)):
+        terms = lag_term[inside], kernel_term[inside]
+        metrics["lag_term" + suffix] = float(terms[0].mean()) if len(terms[0]) else 0.0
+        metrics["kernel_term" + suffix] = float(terms[1].max()) if len(terms[1]) else 0.0
+        metrics["replayed_tokens" + suffix] = float(len(terms[0]))
     return metrics
+
+
+def _buckets(lag: Tensor) -> list[tuple[str, Tensor]]:
+    """The suffix of each bucket of lags, and which of the tokens are in it."""
+    return [
+        (
+            f"_lag_{low}_up" if high is None else f"_lag_{low}" if low == high else f"_lag_{low}_{high}",
+            lag >= low if high is None else (lag >= low) & (lag <= high),
+        )
+        for low, high in LAG_BUCKETS
+    ]
 
 
 def _summary(difference: Tensor) -> dict[str, float]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from rz.batch import TrainBatch
 from rz.steps.advantages import group_mean_advantages
 from rz.steps.finite import require_finite
-from rz.steps.gap import gap_metrics
+from rz.steps.gap import gap_metrics, lag_kernel_split
 from rz.steps.importance_weights import importance_weights
 from rz.steps.loss import reinforce_zero_loss, response_count, supervised_loss
 from rz.steps.optimizer import AdamWState, adamw, clip_by_global_norm, global_norm
@@ -67,7 +67,7 @@ def update(
     Returns: (state of version + 1, metrics as floats): loss; grad_norm (before clipping); learning_rate; responses;
         response_length_mean; reward_mean; reward_std (divided by B); advantage_abs_mean; groups; groups_of_one;
         groups_without_signal (all rewards equal, groups of one included); nonfinite_tokens; dropped_responses; and
-        all of gap_metrics under the version of state, over the tokens trained on.
+        all of gap_metrics and lag_kernel_split under the version of state, over the tokens trained on.
     Edge cases: a microbatch without tokens is not run; a batch without tokens has gradient 0, and the optimiser's
         step is still taken.
     Raises: what check raises; ValueError if batch has no response, if a reward or the gradient norm is not finite, if a
@@ -91,7 +91,9 @@ def update(
         state, batch, rows_loss, logprobs_fn, learning_rate, max_grad_norm, weight_decay, betas, microbatch_size
     )
     trained, nonfinite = check(logprobs, batch)
-    return after, metrics | gap_metrics(logprobs, trained, policy_version=state.version) | _reward_metrics(batch) | {
+    gaps = gap_metrics(logprobs, trained, policy_version=state.version)
+    gaps |= lag_kernel_split(logprobs, trained, policy_version=state.version)
+    return after, metrics | gaps | _reward_metrics(batch) | {
         "advantage_abs_mean": float(advantages.abs().mean()),
         "nonfinite_tokens": float(nonfinite),
         "dropped_responses": float((batch.mask.any(1) & ~trained.mask.any(1)).sum()),

@@ -1,5 +1,6 @@
 import math
 
+import attrs
 import pytest
 import torch
 from batches import batch_of, cases
@@ -106,16 +107,22 @@ def test_a_token_from_the_future_is_refused():
         gap_metrics(torch.zeros(1, 1), batch_of([[0.0]], versions=[[4]]), policy_version=3)
 
 
+def replayed(batch, replay):
+    return attrs.evolve(batch, replay_logprobs=torch.as_tensor(replay, dtype=torch.float32))
+
+
 def test_split_by_hand():
-    # token 0: p - r = 0.5, r - q = 0; token 1: p - r = -1, r - q = 0.25; 2 not replayed; 3 masked
-    batch = batch_of([[-1.0, -2.0, -3.0, torch.nan]], [[True, True, True, False]])
-    replay = torch.tensor([[-1.0, -1.75, torch.nan, torch.nan]])
-    replayed = torch.tensor([[True, True, False, True]])
-    got = lag_kernel_split(torch.tensor([[-0.5, -2.75, -9.0, torch.nan]]), replay, batch, replayed=replayed)
-    assert got == {
-        "lag_term_mean_abs": 0.75, "lag_term_max": 1.0, "kernel_term_mean_abs": 0.125, "kernel_term_max": 0.25,
-        "differing_tokens": 1.0, "replayed_tokens": 2.0,
+    # token 0 (lag 1): p - r = 0.5, r - q = 0; token 1 (lag 5): p - r = -1, r - q = 0.25; 2 not replayed; 3 masked
+    batch = batch_of([[-1.0, -2.0, -3.0, -1.0]], [[True, True, True, False]], versions=[[4, 0, 4, 4]])
+    batch = replayed(batch, [[-1.0, -1.75, torch.nan, -7.0]])
+    got = lag_kernel_split(torch.tensor([[-0.5, -2.75, -9.0, torch.nan]]), batch, policy_version=5)
+    shown = {
+        "lag_term": 0.75, "kernel_term": 0.25, "replayed_tokens": 2.0, "replayed_differing": 1.0,
+        "lag_term_lag_1": 0.5, "kernel_term_lag_1": 0.0, "replayed_tokens_lag_1": 1.0,
+        "lag_term_lag_4_7": 1.0, "kernel_term_lag_4_7": 0.25, "replayed_tokens_lag_4_7": 1.0,
     }  # fmt: skip
+    assert {name: value for name, value in got.items() if value} == {name: v for name, v in shown.items() if v}
+    assert got.keys() == lag_kernel_split(torch.zeros(1, 1), batch_of([[0.0]]), policy_version=0).keys() > shown.keys()
 
 
 @settings(max_examples=50, deadline=None)
@@ -125,33 +132,26 @@ def test_differing_bits_are_counted_and_nothing_else(case, flips):
     flipped = torch.tensor([(flips >> i) & 1 for i in range(batch.mask.numel())]).view(batch.mask.shape).bool()
     q = batch.behaviour_logprobs
     replay = torch.where(flipped, torch.nextafter(q, torch.tensor(-torch.inf)), q)
-    got = lag_kernel_split(logprobs, replay, batch, replayed=torch.ones_like(batch.mask))
-    assert got["differing_tokens"] == float((flipped & batch.mask).sum())
-    assert got["replayed_tokens"] == float(batch.mask.sum())
-    assert (got["kernel_term_max"] > 0) == (got["differing_tokens"] > 0)
+    got = lag_kernel_split(logprobs, replayed(batch, replay), policy_version=0)
+    assert got["replayed_differing"] == float((flipped & batch.mask).sum())
+    assert got["replayed_tokens"] == got["replayed_tokens_lag_0"] == float(batch.mask.sum())
+    assert (got["kernel_term"] > 0) == (got["replayed_differing"] > 0)
 
 
 def test_bits_are_compared_as_integers():
-    batch = batch_of([[0.0, -0.0, torch.nan, torch.nan, -1.0]])
-    replay = torch.tensor([[-0.0, 0.0, torch.nan, -1.0, -1.0]])
-    got = lag_kernel_split(torch.zeros(1, 5), replay, batch, replayed=torch.ones(1, 5, dtype=torch.bool))
-    assert got["differing_tokens"] == 3.0 and math.isnan(got["kernel_term_max"])
+    batch = replayed(batch_of([[0.0, -0.0, torch.inf, -1.0]]), [[-0.0, 0.0, -1.0, -1.0]])
+    got = lag_kernel_split(torch.zeros(1, 4), batch, policy_version=0)
+    assert got["replayed_differing"] == 3.0 and got["kernel_term"] == math.inf
 
 
 def test_nothing_replayed_gives_zeros():
-    got = lag_kernel_split(
-        torch.zeros(1, 2), torch.full((1, 2), torch.nan), batch_of([[0.0, 0.0]]), replayed=torch.zeros(1, 2).bool()
-    )
-    assert set(got.values()) == {0.0}
+    for batch in (batch_of([[0.0, 0.0]]), replayed(batch_of([[0.0, 0.0]]), torch.full((1, 2), torch.nan))):
+        assert set(lag_kernel_split(torch.zeros(1, 2), batch, policy_version=0).values()) == {0.0}
 
 
 def test_wrong_types_and_shapes_are_refused():
     batch, zeros = batch_of(torch.zeros(1, 2)), torch.zeros(1, 2)
     with pytest.raises(ValueError, match=r"logprobs must have the shape of mask \[1, 2\], got \[1, 1\]"):
         gap_metrics(zeros[:, :1], batch, policy_version=0)
-    with pytest.raises(TypeError, match="replay must be torch.float32, got torch.float64"):
-        lag_kernel_split(zeros, zeros.double(), batch, replayed=zeros.bool())
-    with pytest.raises(TypeError, match="replayed must be torch.bool, got torch.float32"):
-        lag_kernel_split(zeros, zeros, batch, replayed=zeros)
-    with pytest.raises(ValueError, match=r"replay must have the shape of mask \[1, 2\], got \[2\]"):
-        lag_kernel_split(zeros, zeros[0], batch, replayed=zeros.bool())
+    with pytest.raises(ValueError, match=r"replay_logprobs must have the shape of mask \[1, 2\], got \[2\]"):
+        attrs.evolve(batch, replay_logprobs=torch.zeros(2))
