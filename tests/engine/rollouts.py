@@ -1,9 +1,12 @@
 """Requests, and what becomes of them."""
 
+import threading
+
 import torch
 
 from rz.audit import AuditResult, replay
 from rz.batch import Request
+from rz.engine.plain import PlainEngine
 
 
 def prompt(length, seed=0):
@@ -47,3 +50,27 @@ def audit(weights, config, rollouts, dtype=torch.float32):
     """The replay of rollouts whose version v was sampled under weights[v]."""
     parts = [replay(params, config, rollouts, version=version, dtype=dtype) for version, params in weights.items()]
     return sum(parts, AuditResult())
+
+
+def plain_engine(config, params, version, **settings):
+    """To be made in another process."""
+    return PlainEngine(config, params, dtype=torch.float32, version=version, **settings)
+
+
+class Hanging(PlainEngine):
+    def step(self):
+        threading.Event().wait()
+
+
+def hanging_engine(config, params, version, **settings):
+    return Hanging(config, params, dtype=torch.float32, version=version, **settings)
+
+
+def no_engine(params, version):
+    raise ValueError("slots must be >= 1, got 0")
+
+
+def vllm_engine(folder, config, params, version, **settings):
+    from rz.engine.vllm import VllmEngine
+
+    return VllmEngine(folder, config, params, dtype=torch.float32, version=version, **settings)

@@ -1,0 +1,108 @@
+"""An engine in a process of its own behaves as the one inside it."""
+
+import os
+import signal
+from functools import partial
+from time import perf_counter
+
+import pytest
+import torch
+from conftest import SETTINGS
+from rollouts import all_bits, ask, audit, finish, hanging_engine, mixed, no_engine, plain_engine, prompt, vllm_engine
+
+from rz.engine.plain import PlainEngine
+from rz.engine.process import ProcessEngine
+
+
+@pytest.fixture(scope="module")
+def remote(model):
+    engine = ProcessEngine(partial(plain_engine, model[1], **SETTINGS), model[2], limit_s=60.0)
+    yield engine
+    engine.close()
+
+
+def test_responses_publishes_and_continuations_are_those_of_the_engine_inside(remote, model, other):
+    inside = PlainEngine(*model[1:], dtype=torch.float32, version=remote.version, **SETTINGS)
+    for request in mixed():
+        remote.submit(request)
+        inside.submit(request)
+    for version in (1, 2):
+        for _ in range(9):
+            assert all_bits({r.sample: r for r in remote.step()}) == all_bits({r.sample: r for r in inside.step()})
+        params = (model[2], other)[version % 2]
+        for engine in (remote, inside):
+            engine.publish(params, version)
+    live = lambda engine: {(r.prompt_index, r.sample): r for r in engine.running()}
+    rest = live(remote)
+    assert rest and all_bits(rest) == all_bits(live(inside)) and remote.version == 2
+    remote.abort(rest)
+    assert not remote.running()
+    for request in mixed():
+        if request.id in rest:
+            remote.submit(request, rest[request.id])
+    got, expected = finish(remote), finish(inside)
+    assert all_bits(got) == all_bits(expected)
+    assert all(torch.equal(got[key].policy_versions, expected[key].policy_versions) for key in got)
+    assert audit({0: model[2], 1: other, 2: model[2]}, model[1], got.values()).differing == 0
+
+
+def test_a_publish_copies_and_a_bad_one_changes_nothing(remote, model, other):
+    params = {name: value.clone() for name, value in other.items()}
+    remote.publish(params, remote.version + 1)
+    for value in params.values():
+        value.zero_()
+    with pytest.raises(ValueError, match=r"norm.weight must have the shape \[64\], got \[1\]"):
+        remote.publish(other | {"norm.weight": torch.ones(1)}, remote.version + 1)
+    fresh = PlainEngine(model[1], other, dtype=torch.float32, **SETTINGS)
+    assert all_bits(finish(remote, mixed(4))) == all_bits(finish(fresh, mixed(4)))
+
+
+def test_errors_come_across_with_their_type_and_the_engine_lives(remote):
+    with pytest.raises(ValueError, match="prompt tokens plus max_tokens must be <= max_length 512") as caught:
+        remote.submit(ask(0, prompt(600)))
+    assert "in the engine process" in str(caught.value.__cause__) and "check_request" in str(caught.value.__cause__)
+    assert not remote.running() and remote.step() == []
+
+
+def test_an_engine_that_cannot_start_says_why(model):
+    with pytest.raises(ValueError, match="slots must be >= 1, got 0"):
+        ProcessEngine(no_engine, model[2], limit_s=60.0)
+
+
+def test_a_killed_engine_is_named_at_once(model):
+    engine = ProcessEngine(partial(plain_engine, model[1], **SETTINGS), model[2], limit_s=60.0)
+    engine.submit(ask(0, prompt(9)))
+    os.kill(engine._child.pid, signal.SIGKILL)
+    began = perf_counter()
+    with pytest.raises(
+        RuntimeError, match=r"must live as long as the run, .* step: killed by SIGKILL \(out of memory\?\)"
+    ):
+        engine.step()
+    assert perf_counter() - began < 1.5
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="engine must be open, got one that was closed"):
+        engine.step()
+
+
+def test_a_hanging_engine_is_named_within_its_limit(model):
+    engine = ProcessEngine(partial(hanging_engine, model[1], **SETTINGS), model[2], limit_s=20.0)
+    engine._limit_s = 0.2
+    began = perf_counter()
+    with pytest.raises(TimeoutError, match=r"engine process must answer step within 0.2 s, got nothing"):
+        engine.step()
+    assert perf_counter() - began < 1.2
+    engine._limit_s = 0.1
+    engine.close()
+    assert not engine._child.is_alive()
+
+
+def test_vllm_in_a_process_gives_the_bits_of_the_plain_engine(model, other):
+    engine = ProcessEngine(partial(vllm_engine, *model[:2], **SETTINGS), model[2], limit_s=240.0)
+    inside = PlainEngine(*model[1:], dtype=torch.float32, **SETTINGS)
+    got, expected = finish(engine, mixed(6)), finish(inside, mixed(6))
+    assert all_bits(got) == all_bits(expected)
+    for one in (engine, inside):
+        one.publish(other, 1)
+    assert all_bits(finish(engine, mixed(6))) == all_bits(finish(inside, mixed(6)))
+    engine.close()
