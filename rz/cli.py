@@ -22,12 +22,14 @@ from rz.commands import (  # noqa: E402
     AuditCommand,
     BenchRolloutCommand,
     EvalCommand,
+    ResumeCommand,
     Smollm2Command,
     TinyCommand,
     VerifyCommand,
 )
 from rz.config import DTYPES, TrainConfig  # noqa: E402
 from rz.demo import DemoConfig  # noqa: E402
+from rz.kills import KillsCommand  # noqa: E402
 from rz.prove import ProveConfig  # noqa: E402
 
 
@@ -74,14 +76,27 @@ def _open_tasks(folder: Path, spec: str, seed: int, chat_template: bool, *splits
     return [open_task(spec, tokenizer, split=split, seed=seed, chat_template=template) for split in splits]
 
 
+def _tasks(config: TrainConfig) -> tuple[Any, Any]:
+    """(task, held-out task or None) of a run."""
+    splits = ("train", "held_out") if config.eval_prompts else ("train",)
+    return (*_open_tasks(config.model, config.task, config.seed, config.chat_template, *splits), None)[:2]
+
+
 def _train(config: TrainConfig) -> int:
     from rz.report import table
     from rz.run import run
 
-    splits = ("train", "held_out") if config.eval_prompts else ("train",)
-    tasks = _open_tasks(config.model, config.task, config.seed, config.chat_template, *splits)
-    rows = run(config, tasks[0], tasks[1] if config.eval_prompts else None)
+    rows = run(config, *_tasks(config))
     table("rz train", rows)
+    return 1 if rows["tokens differing"] else 0
+
+
+def _resume(command: ResumeCommand) -> int:
+    from rz.report import table
+    from rz.run import resume
+
+    rows = resume(command.run, _tasks, updates=command.updates, same_machine=not command.any_machine)
+    table("rz resume", rows)
     return 1 if rows["tokens differing"] else 0
 
 
@@ -167,6 +182,15 @@ def _prove(config: ProveConfig) -> int:
     return 0 if values["passed"] else 1
 
 
+def _kills(command: KillsCommand) -> int:
+    from rz.kills import kills
+
+    show = lambda text: print(text, file=sys.stderr, flush=True)
+    values = kills(engine=command.engine, count=command.count, seed=command.seed, show=show)
+    _print(values, command.json, "rz experiment kills")
+    return 1 if values["differing"] else 0
+
+
 def _smollm2(command: Smollm2Command) -> int:
     from rz.models.make import make_smollm2
     from rz.report import new_run_folder
@@ -189,11 +213,13 @@ def _tiny(command: TinyCommand) -> int:
 RUN = {
     DemoConfig: _demo,
     TrainConfig: _train,
+    ResumeCommand: _resume,
     AuditCommand: _audit,
     VerifyCommand: _verify,
     EvalCommand: _eval,
     BenchRolloutCommand: _bench,
     ProveConfig: _prove,
+    KillsCommand: _kills,
     Smollm2Command: _smollm2,
     TinyCommand: _tiny,
 }
@@ -220,21 +246,25 @@ def _parse(app: tyro.extras.SubcommandApp, arguments: list[str]) -> Any:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command. Exit status: 0; 1 if tokens differ, a probe fails or a reward is late; 2 for bad input."""
-    app, bench, model = (tyro.extras.SubcommandApp() for _ in range(3))
+    app, bench, experiment, model = (tyro.extras.SubcommandApp() for _ in range(4))
     bench.__doc__, model.__doc__ = "Measure speed.", "Make a checkpoint."
+    experiment.__doc__ = "Long runs that show what rz claims."
     for group, name, kind in (
         (app, "demo", DemoConfig),
         (app, "train", TrainConfig),
+        (app, "resume", ResumeCommand),
         (app, "audit", AuditCommand),
         (app, "verify", VerifyCommand),
         (app, "eval", EvalCommand),
         (app, "prove", ProveConfig),
         (bench, "rollout", BenchRolloutCommand),
+        (experiment, "kills", KillsCommand),
         (model, "smollm2", Smollm2Command),
         (model, "tiny", TinyCommand),
     ):
         group.command(name=name)(kind)
     app.command(bench, name="bench")
+    app.command(experiment, name="experiment")
     app.command(model, name="model")
     try:
         command = _parse(app, sys.argv[1:] if arguments is None else arguments)

@@ -23,6 +23,22 @@ class AuditCommand:
 
 
 @attrs.frozen(kw_only=True)
+class ResumeCommand:
+    """Go on with a run that was stopped or killed, bit for bit as if it had not been.
+
+    Args:
+        run: folder of the run.
+        updates: in all, instead of what the run began with.
+        any_machine: go on although processor, libraries or flags are not those of the checkpoint's certificate; the
+            bits before and after may then be of different kernels.
+    """
+
+    run: tyro.conf.Positional[Path]
+    updates: int | None = None
+    any_machine: bool = False
+
+
+@attrs.frozen(kw_only=True)
 class VerifyCommand:
     """Probe this machine: do its matrix products and attention have the properties that alignment rests on?
 

@@ -1,11 +1,14 @@
 """The settings of a run: one frozen value, which is also the command line."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
+
+from rz.schedule import Settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 IRREPRODUCIBLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # and the value that is none
@@ -26,6 +29,11 @@ class TrainConfig:
         groups_per_update: prompts of one update.
         max_lag: no token is trained on at a policy lag above this; 0 is synchronous.
         exact_lag: serve weights exactly this many versions behind, for lag experiments; at most max_lag.
+        publish_every: updates between two publishes to the engine, at most max_lag + 1.
+        overlap_steps: engine steps that each update runs beside; 0 takes turns.
+        engine_process: run the engine in a process of its own, so that it and the update use two cores.
+        engine_threads: of that process.
+        engine_timeout_s: seconds that a call to that process may take.
         slots: responses that the engine runs at once.
         max_tokens: longest response.
         max_length: longest prompt plus response.
@@ -43,13 +51,14 @@ class TrainConfig:
         nonfinite: what a non-finite ratio does: raise ends the run, drop leaves the response out, count counts it.
         seed: every sample's seed is a hash of it, the prompt and the sample number.
         audit_share: part of the responses that is replayed during the run, token by token.
-        save_every: updates between two kept checkpoints; 0 keeps the first and the last version only.
+        save_every: updates between two checkpoints; 0 writes the first and the last only.
         keep: newest checkpoints to hold; 0 holds all.
         eval_every: updates between two evaluations on held-out questions; 0 evaluates before and after only.
         eval_prompts: held-out questions of an evaluation; 0 leaves evaluation out.
         eval_temperature: of evaluation; the default is as good as greedy.
         stop_accuracy: end the run once an evaluation reaches this; 0 never does.
         reward_timeout_s: seconds that an update waits for a reward.
+        drop_unscored: leave a group out whose reward is late, fails or is no number, instead of ending the run.
         chat_template: render prompts with the tokenizer's chat template where it has one.
     Raises: ValueError naming the field, the rule and the value.
     """
@@ -64,6 +73,11 @@ class TrainConfig:
     groups_per_update: int = 8
     max_lag: int = 8
     exact_lag: int | None = None
+    publish_every: int = 1
+    overlap_steps: int = 0
+    engine_process: bool = False
+    engine_threads: int = 1
+    engine_timeout_s: float = 600.0
     slots: int = 64
     max_tokens: int = 64
     max_length: int = 1024
@@ -81,25 +95,29 @@ class TrainConfig:
     nonfinite: Literal["raise", "drop", "count"] = "raise"
     seed: int = 0
     audit_share: float = 0.1
-    save_every: int = 0
-    keep: int = 0
+    save_every: int = 50
+    keep: int = 3
     eval_every: int = 0
     eval_prompts: int = 128
     eval_temperature: float = 0.001
     stop_accuracy: float = 0.0
     reward_timeout_s: float = 60.0
+    drop_unscored: bool = False
     chat_template: bool = True
 
     def __attrs_post_init__(self) -> None:
         least = {"updates": 1, "group_size": 2, "groups_per_update": 1, "max_lag": 0, "slots": 1, "max_tokens": 1}
         least |= {"max_length": 2, "step_tokens": 1, "microbatch_size": 0, "save_every": 0, "keep": 0, "seed": 0}
-        least |= {"eval_every": 0, "eval_prompts": 0}
+        least |= {"eval_every": 0, "eval_prompts": 0, "publish_every": 1, "overlap_steps": 0, "engine_threads": 1}
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"{name} must be >= {value}, got {getattr(self, name)}")
         if self.exact_lag is not None and not 0 <= self.exact_lag <= self.max_lag:
             raise ValueError(f"exact_lag must be in [0, max_lag {self.max_lag}], got {self.exact_lag}")
-        for name in ("temperature", "learning_rate", "eval_temperature", "reward_timeout_s"):
+        _ = self.schedule  # its own rules
+        if self.overlap_steps and self.exact_lag is not None:
+            raise ValueError(f"overlap_steps must be 0 with exact_lag, got {self.overlap_steps}")
+        for name in ("temperature", "learning_rate", "eval_temperature", "reward_timeout_s", "engine_timeout_s"):
             value = getattr(self, name)
             if not 0 < value < math.inf and not (name == "learning_rate" and value == 0):
                 raise ValueError(f"{name} must be > 0 and finite, got {value}")
@@ -121,6 +139,27 @@ class TrainConfig:
             raise ValueError(f"max_tokens must be < max_length {self.max_length}, got {self.max_tokens}")
         if self.stop_accuracy and not (self.eval_every and self.eval_prompts):
             raise ValueError(f"stop_accuracy must be 0 without evaluations, got {self.stop_accuracy}")
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "TrainConfig":
+        """The config of a run.json. Raises ValueError if it is none."""
+        kinds = {field.name: field.type for field in attrs.fields(cls)}
+        if unknown := sorted(values.keys() ^ kinds.keys()):
+            raise ValueError(f"run.json must hold the fields of a run, got a difference at {unknown[0]}")
+        return cls(**{name: Path(value) if kinds[name] is Path else value for name, value in values.items()})
+
+    @property
+    def schedule(self) -> Settings:
+        """How the run is paced."""
+        return Settings(
+            group_size=self.group_size,
+            groups_per_update=self.groups_per_update,
+            max_lag=self.max_lag,
+            exact_lag=self.exact_lag,
+            publish_every=self.publish_every,
+            slots=self.slots,
+            updates=self.updates,
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -49,7 +49,8 @@ class UpdateRecord:
         seconds: rollout, reward_wait, update, audit, publish, and total, all since the last record. Parts of an update
             beside the engine overlap.
         engine_steps: since the last record.
-        snapshot: makes the value from which the run goes on as if never interrupted; None where nothing was published.
+        snapshot: makes the value from which the run goes on as if never interrupted; None where nothing was published
+            while responses were in flight.
     """
 
     state: Any
@@ -126,7 +127,10 @@ async def train(
     for name, version, rule in (("engine", engine.version, plan.served), ("state", state.version, plan.version)):
         if version != rule:
             raise ValueError(f"{name} must have the version that the run goes on from ({rule}), got {version}")
-    params = deque(resume.history, maxlen=(settings.exact_lag or 0) + 1)
+    exact = settings.exact_lag is not None
+    params = deque(
+        resume.history if exact else resume.history[:1], maxlen=(settings.exact_lag or 0) + 1
+    )  # [0] is served
     request = partial(Request, max_tokens=max_tokens, temperature=temperature, stop_ids=task.stop_ids)
     prompts = {group.prompt_index: _prompt(task, group.prompt_index) for group in plan.groups}  # of open groups
     scored: dict[Id, tuple[Rollout, asyncio.Task[float]]] = {}  # finished, not consumed
@@ -187,12 +191,15 @@ async def train(
                     seen.pop((rollout.prompt_index, rollout.sample), None)
             with _timed(seconds, "publish"):
                 published = schedule.due_version(plan) > engine.version
-                if published or settings.exact_lag is not None:
+                if published or exact:
                     params.append(publish_params(state))
                 plan = schedule.publish(plan)
                 if published:
                     engine.publish(params[0], plan.served)
-                    boundary = plan, state, tuple(params)
+                complete = published or plan.in_flight == 0
+                if complete:
+                    current = () if published or exact else (publish_params(state),)
+                    boundary = plan, state, (*params, *current)
             seconds["total"], began = perf_counter() - began, perf_counter()
             own = _own_metrics(state.version, batch, counts, len(left_out), steps, seconds)
             record = UpdateRecord(
@@ -203,7 +210,7 @@ async def train(
                 metrics={**metrics, **own},
                 seconds=dict(seconds),
                 engine_steps=steps,
-                snapshot=last_snapshot if published else None,
+                snapshot=last_snapshot if complete else None,
             )
             seconds.update(dict.fromkeys(PARTS, 0.0))
             steps = 0

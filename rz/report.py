@@ -27,26 +27,52 @@ def new_run_folder(folder: Path) -> Path:
     return folder
 
 
-def rollout_line(rollout: Rollout, reward: float | None, version: int | None) -> str:
-    """One response as JSON. Logprobs are written so that they read back to the same float32 bits.
+def rollout_values(rollout: Rollout) -> dict[str, Any]:
+    """A response as JSON values. Logprobs read back to the same float32 bits.
 
-    reward and version are null for a response that finished but was not consumed when the run ended.
+    replay_logprobs, where there are any, are null for the tokens that were not replayed.
     """
-    return json.dumps(
-        {
-            "prompt": rollout.prompt_index,
-            "sample": rollout.sample,
-            "seed": rollout.seed,
-            "temperature": rollout.temperature,
-            "prompt_ids": rollout.prompt_ids,
-            "response_ids": rollout.response_ids,
-            "behaviour_logprobs": rollout.behaviour_logprobs.tolist(),
-            "policy_versions": rollout.policy_versions.tolist(),
-            "stop_reason": rollout.stop_reason,
-            "reward": reward,
-            "consumed_at": version,
-        }
+    values = {
+        "prompt": rollout.prompt_index,
+        "sample": rollout.sample,
+        "seed": rollout.seed,
+        "temperature": rollout.temperature,
+        "prompt_ids": rollout.prompt_ids,
+        "response_ids": rollout.response_ids,
+        "behaviour_logprobs": rollout.behaviour_logprobs.tolist(),
+        "policy_versions": rollout.policy_versions.tolist(),
+        "stop_reason": rollout.stop_reason,
+    }
+    if rollout.replay_logprobs is not None:
+        values["replay_logprobs"] = [None if value != value else value for value in rollout.replay_logprobs.tolist()]
+    return values
+
+
+def rollout_from(values: Mapping[str, Any]) -> Rollout:
+    """The response of rollout_values. Raises: KeyError, TypeError or ValueError if it is none."""
+    replay = dict(values).get("replay_logprobs")
+    if replay is not None:
+        replay = torch.tensor([math.nan if value is None else value for value in replay], dtype=torch.float32)
+    return Rollout(
+        prompt_index=values["prompt"],
+        sample=values["sample"],
+        prompt_ids=values["prompt_ids"],
+        response_ids=values["response_ids"],
+        behaviour_logprobs=torch.tensor(values["behaviour_logprobs"], dtype=torch.float32),
+        policy_versions=torch.tensor(values["policy_versions"], dtype=torch.int64),
+        stop_reason=values["stop_reason"],
+        seed=values["seed"],
+        temperature=values["temperature"],
+        replay_logprobs=replay,
     )
+
+
+def rollout_line(rollout: Rollout, reward: float | None, version: int | None) -> str:
+    """One response as JSON, with its reward and the version that consumed it.
+
+    reward is null for a response that was given none; both are for one not consumed when the run ended.
+    """
+    return json.dumps({**rollout_values(rollout), "reward": reward, "consumed_at": version})
 
 
 def read_rollouts(run: Path) -> Iterator[Rollout]:
@@ -60,18 +86,7 @@ def read_rollouts(run: Path) -> Iterator[Rollout]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                value = json.loads(line)
-                yield Rollout(
-                    prompt_index=value["prompt"],
-                    sample=value["sample"],
-                    prompt_ids=value["prompt_ids"],
-                    response_ids=value["response_ids"],
-                    behaviour_logprobs=torch.tensor(value["behaviour_logprobs"], dtype=torch.float32),
-                    policy_versions=torch.tensor(value["policy_versions"], dtype=torch.int64),
-                    stop_reason=value["stop_reason"],
-                    seed=value["seed"],
-                    temperature=value["temperature"],
-                )
+                yield rollout_from(json.loads(line))
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{path}:{number} must be a response as rz writes it, got {error!r}") from None
 
@@ -103,44 +118,75 @@ class Log:
     """The files of a run, appended to once an update; each update is one axis step, its policy version.
 
     JSON has no NaN and no infinity: in metrics.jsonl such a value is null.
+
+    Args:
+        places: of `places()` when the run was at `version`: what was written later is cut off, so that a run that goes
+            on from there leaves the log of one that was never interrupted. None: a new run.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, *, places: Mapping[str, int] | None = None, version: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._metrics = (run / METRICS).open("a", encoding="utf-8")
-        self._rollouts = (run / ROLLOUTS).open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(run / "tensorboard"))
+        self._files = {name: (run / name).open("ab") for name in (METRICS, ROLLOUTS)}
+        for name, place in ({} if places is None else places).items():
+            if (size := (run / name).stat().st_size) < place:
+                raise ValueError(f"{run / name} must hold at least the {place} bytes it had, got {size}")
+            self._files[name].truncate(place)
+        purge = None if places is None else version + 1
+        self._events = SummaryWriter(str(run / "tensorboard"), purge_step=purge)
 
-    def update(self, metrics: Mapping[str, Any], groups: tuple[Group, ...]) -> None:
-        """Write the metrics of an update and the responses it consumed, at the version before it."""
+    def _write(self, name: str, lines: Iterable[str]) -> None:
+        self._files[name].write("".join(line + "\n" for line in lines).encode())
+        self._files[name].flush()
+
+    def update(self, metrics: Mapping[str, Any], groups: Iterable[Group]) -> None:
+        """Write the metrics of an update and the responses it consumed or left out, at the version before it."""
         version = metrics["policy_version"]
         strict = {name: None if _is_nonfinite(value) else value for name, value in metrics.items()}
-        self._metrics.write(json.dumps(strict) + "\n")
-        self._metrics.flush()
-        for group in groups:
-            for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
-                self._rollouts.write(rollout_line(rollout, reward, version - 1) + "\n")
-        self._rollouts.flush()
+        self._write(METRICS, [json.dumps(strict)])
+        pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
+        known = lambda reward: None if _is_nonfinite(reward) else reward
+        self._write(ROLLOUTS, (rollout_line(rollout, known(reward), version - 1) for rollout, reward in pairs))
         for name, value in metrics.items():
             if not _is_nonfinite(value):
                 self._events.add_scalar(name, value, version)
 
     def unused(self, rollouts: Iterable[Rollout]) -> None:
         """Write the responses that finished but were not consumed when the run ended."""
-        for rollout in rollouts:
-            self._rollouts.write(rollout_line(rollout, None, None) + "\n")
+        self._write(ROLLOUTS, (rollout_line(rollout, None, None) for rollout in rollouts))
+
+    def places(self) -> dict[str, int]:
+        """The bytes of each file so far."""
+        return {name: opened.tell() for name, opened in self._files.items()}
 
     def close(self) -> None:
-        self._metrics.close()
-        self._rollouts.close()
+        for opened in self._files.values():
+            opened.close()
         self._events.close()
+
+
+class Totals:
+    """Sums over the updates of a run, those before a resume included."""
+
+    def __init__(self, metrics: Iterable[Mapping[str, Any]]) -> None:
+        self.tokens = self.audited = self.differing = self.lag_max = 0
+        self.lag = 0.0
+        for line in metrics:
+            self.add(line)
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """One more update."""
+        self.tokens += metrics["tokens"]
+        self.lag += metrics["lag_mean"] * metrics["tokens"]
+        self.lag_max = max(self.lag_max, metrics["lag_max"])
+        self.audited += metrics["audited_tokens"]
+        self.differing += metrics["differing_tokens"]
 
 
 class Progress:
     """One live line on a terminal, a plain line now and then elsewhere."""
 
-    def __init__(self, updates: int) -> None:
+    def __init__(self, updates: int, done: int = 0) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
@@ -151,7 +197,7 @@ class Progress:
         self._bar = Bar(
             TextColumn("update"), MofNCompleteColumn(), BarColumn(20), text, TimeElapsedColumn(), console=self._console
         )
-        self._task = self._bar.add_task("", total=updates, text="")
+        self._task = self._bar.add_task("", total=updates, completed=done, text="")
         self._audited = self._differing = 0
         if self._console.is_terminal:
             self._bar.start()

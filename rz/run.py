@@ -3,16 +3,21 @@
 import asyncio
 import resource
 import signal
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
-from rz import checkpoint, report
+from rz import checkpoint, report, schedule
 from rz.audit import online_audit
-from rz.batch import Rollout
+from rz.certificate import certificate, check_certificate
 from rz.config import TrainConfig
 from rz.engine.interface import Engine
 from rz.engine.plain import PlainEngine
@@ -23,27 +28,37 @@ from rz.models.dense import DenseConfig
 from rz.models.hf import load_config, load_params
 from rz.models.policy import response_logprobs
 from rz.ops.probe import require_aligned
-from rz.schedule import Settings
+from rz.snapshot import Snapshot
 from rz.steps import PolicyState, adamw_init, count_nonfinite, drop_nonfinite, require_finite, update
 from rz.tasks import Task
 
 CHECKS = {"raise": require_finite, "drop": drop_nonfinite, "count": count_nonfinite}
 
 
-def open_engine(config: TrainConfig, model: DenseConfig, state: PolicyState) -> Engine:
-    """The engine that config names, serving the version of state."""
+def _engine(config: TrainConfig, model: DenseConfig, params: Mapping[str, torch.Tensor], version: int) -> Engine:
     settings = {
         "dtype": config.torch_dtype,
         "slots": config.slots,
         "max_length": config.max_length,
         "step_tokens": config.step_tokens,
-        "version": state.version,
+        "version": version,
     }
     if config.engine == "plain":
-        return PlainEngine(model, state.params, **settings)
+        return PlainEngine(model, params, **settings)
     from rz.engine.vllm import VllmEngine
 
-    return VllmEngine(config.model, model, state.params, cache_tokens=config.cache_tokens, **settings)
+    return VllmEngine(config.model, model, params, cache_tokens=config.cache_tokens, **settings)
+
+
+def open_engine(config: TrainConfig, model: DenseConfig, start: Snapshot) -> Engine:
+    """The engine that config names, serving what the run goes on from."""
+    params, version = start.history[0], start.plan.served
+    if not config.engine_process:
+        return _engine(config, model, params, version)
+    from rz.engine.process import ProcessEngine
+
+    make = partial(_engine, config, model)
+    return ProcessEngine(make, params, version=version, threads=config.engine_threads, limit_s=config.engine_timeout_s)
 
 
 def product_shapes(model: DenseConfig) -> list[tuple[int, int]]:
@@ -66,16 +81,8 @@ def probe_settings(model: DenseConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any]:
-    """Train as config says; write the run folder; return the closing table by row name.
-
-    Ctrl-C, once, ends the run after the turn under way, with a checkpoint of the weights it had by then.
-
-    Raises: ValueError for what is wrong with config, checkpoint, task or folder, before anything is written.
-        RuntimeError if the machine fails a property that the ops rely on.
-    """
-    model = load_config(config.model)
-    state_params = load_params(config.model, model)
+def check_task(config: TrainConfig, model: DenseConfig, task: Task, held_out: Task | None) -> None:
+    """Raises ValueError if the first prompts of a task do not fit the model or the settings."""
     for prompt in (task.prompt(0), *([held_out.prompt(0)] if held_out else ())):
         if (highest := max(*prompt.token_ids, *task.stop_ids)) >= model.vocab_size:
             raise ValueError(
@@ -86,20 +93,85 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
                 f"max_length must be >= the tokens of the task's prompt {prompt.index} ({length}) + max_tokens "
                 f"({config.max_tokens}), got {config.max_length}"
             )
-    require_aligned(config.torch_dtype, product_shapes(model), **probe_settings(model, config.torch_dtype))
+
+
+def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any]:
+    """Train as config says; write the run folder; return the closing table by row name.
+
+    Ctrl-C, once, ends the run after the turn under way, with a checkpoint; a second time, at once.
+
+    Raises: ValueError for what is wrong with config, checkpoint, task or folder, before anything is written.
+        RuntimeError if the machine fails a property that the ops rely on.
+    """
+    model = load_config(config.model)
+    params = load_params(config.model, model)
+    check_task(config, model, task, held_out)
+    proof = _certificate(config, model)
     folder = report.new_run_folder(config.out)
-    state = PolicyState(params=state_params, optimizer=adamw_init(state_params), version=0)
+    state = PolicyState(params=params, optimizer=adamw_init(params), version=0)
+    start = Snapshot(plan=schedule.start(config.schedule), state=state, history=(params,), responses=())
     try:
-        engine = open_engine(config, model, state)
+        engine = open_engine(config, model, start)
     except Exception:
         folder.rmdir()
         raise
     report.write_config(folder, attrs.asdict(config))
-    log, progress = report.Log(folder), report.Progress(config.updates)
-    totals = {"tokens": 0, "lag": 0.0, "lag_max": 0, "audited": 0, "differing": 0}
-    stop, latest, held = asyncio.Event(), [state], []
-    unused: dict[tuple[int, int], Rollout] = {}  # finished, not consumed by an update yet
-    began = time.perf_counter()
+    return _train(config, model, task, held_out, engine, start, proof, None)
+
+
+def resume(
+    run: Path, open_tasks: Callable[[TrainConfig], tuple[Task, Task | None]], *, updates: int | None, same_machine: bool
+) -> dict[str, Any]:
+    """Go on with a run from its newest whole checkpoint, as if it had never been interrupted; as `run` otherwise.
+
+    Args:
+        run: its folder.
+        updates: in all, instead of what the run began with.
+        same_machine: refuse a machine, or libraries, other than the certificate's: their bits may be others.
+    Raises: as `run`; ValueError if the folder holds no run or no whole checkpoint, or the certificate differs.
+    """
+    values = report.read_config(run) | {"out": run} | ({} if updates is None else {"updates": updates})
+    config = TrainConfig.from_values(values)
+    model = load_config(config.model)
+    task, held_out = open_tasks(config)
+    check_task(config, model, task, held_out)
+    proof = _certificate(config, model)
+    saved = checkpoint.load(run, model, on_damaged=lambda text: print(f"rz: {text}", file=sys.stderr))
+    if same_machine:
+        check_certificate(saved.certificate, proof)
+    for version, folder in checkpoint.kept_versions(run).items():
+        if version > saved.snapshot.state.version:  # cannot be, unless a clock or a user moved folders
+            raise ValueError(f"run must hold no version after the one it goes on from, got {folder}")
+    engine = open_engine(config, model, saved.snapshot)
+    return _train(config, model, task, held_out, engine, saved.snapshot, proof, saved)
+
+
+def _certificate(config: TrainConfig, model: DenseConfig) -> dict[str, Any]:
+    probes = require_aligned(config.torch_dtype, product_shapes(model), **probe_settings(model, config.torch_dtype))
+    return certificate(probes, engine=config.engine, dtype=config.dtype)
+
+
+def _train(
+    config: TrainConfig,
+    model: DenseConfig,
+    task: Task,
+    held_out: Task | None,
+    engine: Engine,
+    start: Snapshot,
+    proof: Mapping[str, Any],
+    saved: checkpoint.Saved | None,
+) -> dict[str, Any]:
+    folder, first = config.out, start.state.version
+    log = report.Log(folder, places=None if saved is None else saved.extra["logs"], version=first)
+    progress = report.Progress(config.updates, first)
+    totals = report.Totals(report.read_metrics(folder))
+    stop, latest = asyncio.Event(), [start.state]
+    due: list[bool] = [False]  # a checkpoint is, at the next update with a publish
+    unused = {  # finished, not consumed by an update yet
+        (r.rollout.prompt_index, r.rollout.sample): attrs.evolve(r.rollout, replay_logprobs=None)
+        for r in start.responses
+        if r.rollout.stop_reason != "running"
+    }
 
     def measure(params) -> Accuracy | None:
         if held_out is None or not config.eval_prompts:
@@ -117,110 +189,134 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
             seed=config.seed,
         )
 
-    def save(state: PolicyState) -> None:
-        checkpoint.save_version(
-            folder, state.version, state.params, model, source=config.model, keep=config.keep or None
+    def save(snapshot: Snapshot) -> None:
+        extra = {"logs": places[0], "before": before and attrs.asdict(before)}
+        checkpoint.save(
+            folder,
+            snapshot,
+            model,
+            source=config.model,
+            keep=config.keep or None,
+            extra=extra,
+            certificate={**proof, "tokens_audited": totals.audited, "tokens_differing": totals.differing},
         )
 
     def on_update(record: UpdateRecord) -> None:
         metrics, latest[0] = dict(record.metrics), record.state
         if config.eval_every and record.state.version % config.eval_every == 0 and config.eval_prompts and held_out:
-            held.append(measure(record.state.params))
-            metrics["accuracy"] = held[-1].mean
-            if config.stop_accuracy and held[-1].mean >= config.stop_accuracy:
+            metrics["accuracy"] = measure(record.state.params).mean
+            if config.stop_accuracy and metrics["accuracy"] >= config.stop_accuracy:
                 stop.set()
         # At lag 0 the learner's own forward is a replay: its bits must be the engine's.
         metrics["differing_tokens"] += int(metrics["differing_lag_0"])
         metrics["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        log.update(metrics, record.groups)
-        for rollout in (rollout for group in record.groups for rollout in group.rollouts):
+        groups = (*record.groups, *record.left_out)
+        log.update(metrics, groups)
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
             del unused[rollout.prompt_index, rollout.sample]
         progress.update(metrics)
-        totals["tokens"] += metrics["tokens"]
-        totals["lag"] += metrics["lag_mean"] * metrics["tokens"]
-        totals["lag_max"] = max(totals["lag_max"], metrics["lag_max"])
-        totals["audited"] += metrics["audited_tokens"]
-        totals["differing"] += metrics["differing_tokens"]
-        if config.save_every and record.state.version % config.save_every == 0:
-            save(record.state)
+        totals.add(metrics)
+        due[0] |= bool(config.save_every) and record.state.version % config.save_every == 0
+        if record.snapshot is not None:
+            places[0] = log.places()
+        if due[0] and record.snapshot is not None:
+            save(record.snapshot())
+            due[0] = False
 
+    def on_end(snapshot: Callable[[], Snapshot]) -> None:
+        """A checkpoint of the last publish, if it can still be had: an engine that died takes its responses along."""
+        try:
+            last = snapshot()
+        except Exception:
+            return
+        if last.state.version not in checkpoint.kept_versions(folder):
+            save(last)
+
+    before = None if saved is None or saved.extra["before"] is None else Accuracy(**saved.extra["before"])
+    places = [log.places()]  # of the last snapshot
+    began = time.perf_counter()
     try:
-        save(state)
-        before = measure(state.params)
-        began = time.perf_counter()
-        asyncio.run(
-            _interruptible(
-                stop,
-                state=state,
-                engine=engine,
-                task=task,
-                settings=Settings(
-                    group_size=config.group_size,
-                    groups_per_update=config.groups_per_update,
-                    max_lag=config.max_lag,
-                    exact_lag=config.exact_lag,
-                    slots=config.slots,
-                    updates=config.updates,
-                ),
-                run_seed=config.seed,
-                max_tokens=config.max_tokens,
-                temperature=config.temperature,
-                update=partial(
-                    update,
-                    logprobs_fn=lambda params, batch: response_logprobs(params, model, batch, dtype=config.torch_dtype),
-                    learning_rate=config.learning_rate,
-                    weight_decay=config.weight_decay,
-                    max_grad_norm=config.max_grad_norm or None,
-                    microbatch_size=config.microbatch_size or None,
-                    check=CHECKS[config.nonfinite],
-                ),
-                audit=online_audit(
-                    model,
-                    dtype=config.torch_dtype,
-                    share=config.audit_share,
+        with _interruptible(stop, folder):
+            if saved is None:
+                before = measure(start.state.params)
+                save(start)
+            began = time.perf_counter()
+            asyncio.run(
+                train(
+                    state=start.state,
+                    engine=engine,
+                    task=task,
+                    settings=config.schedule,
                     run_seed=config.seed,
-                ),
-                on_update=on_update,
-                on_response=lambda rollout: unused.__setitem__((rollout.prompt_index, rollout.sample), rollout),
-                reward_timeout_s=config.reward_timeout_s,
+                    max_tokens=config.max_tokens,
+                    temperature=config.temperature,
+                    update=partial(
+                        update,
+                        logprobs_fn=lambda params, batch: response_logprobs(
+                            params, model, batch, dtype=config.torch_dtype
+                        ),
+                        learning_rate=config.learning_rate,
+                        weight_decay=config.weight_decay,
+                        max_grad_norm=config.max_grad_norm or None,
+                        microbatch_size=config.microbatch_size or None,
+                        check=CHECKS[config.nonfinite],
+                    ),
+                    audit=online_audit(model, dtype=config.torch_dtype, share=config.audit_share, run_seed=config.seed),
+                    on_update=on_update,
+                    on_response=lambda rollout: unused.__setitem__((rollout.prompt_index, rollout.sample), rollout),
+                    on_end=on_end,
+                    stop=stop,
+                    reward_timeout_s=config.reward_timeout_s,
+                    drop_unscored=config.drop_unscored,
+                    overlap_steps=config.overlap_steps,
+                    resume=start,
+                )
             )
-        )
     finally:
         seconds = time.perf_counter() - began
         try:
             progress.close()
             log.unused(unused.values())
             log.close()
-            if checkpoint.kept_versions(folder).get(latest[0].version) is None:
-                save(latest[0])
         finally:
             engine.close()
-    updates = latest[0].version
+    made = latest[0].version - first
     after = measure(latest[0].params)
-    if updates:
+    if latest[0].version:
         report.plot(folder)
     shown = lambda accuracy: f"{accuracy.mean:.3f}  (95% interval {accuracy.low:.3f} to {accuracy.high:.3f})"
     rows = (
         {} if before is None else {"held-out accuracy before": shown(before), "held-out accuracy after": shown(after)}
     )
     return rows | {
-        "updates": updates,
-        "tokens trained on": totals["tokens"],
-        "lag mean": totals["lag"] / max(1, totals["tokens"]),
-        "lag max": totals["lag_max"],
-        "tokens audited": totals["audited"],
-        "tokens differing": totals["differing"],
-        "updates per second": updates / seconds,
+        "updates": latest[0].version,
+        "tokens trained on": totals.tokens,
+        "lag mean": totals.lag / max(1, totals.tokens),
+        "lag max": totals.lag_max,
+        "tokens audited": totals.audited,
+        "tokens differing": totals.differing,
+        "updates per second": made / seconds,
         "seconds": seconds,
         "peak memory, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "run folder": str(folder),
     }
 
 
-async def _interruptible(stop: asyncio.Event, **arguments: Any) -> PolicyState:
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, stop.set)
+@contextmanager
+def _interruptible(stop: asyncio.Event, folder: Path) -> Iterator[None]:
+    """Ctrl-C sets stop; once more, it ends the process at once, wherever it is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupted(number: int, frame: Any) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        text = "stopping after the turn under way, with a checkpoint; Ctrl-C again stops at once"
+        print(f"rz: {text}; `rz resume {folder}` goes on", file=sys.stderr, flush=True)
+
+    old = signal.signal(signal.SIGINT, interrupted)
     try:
-        return await train(stop=stop, **arguments)
+        yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, old)

@@ -25,12 +25,13 @@ class Response:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Snapshot:
-    """A run right after a publish, before its next update begins.
+    """A run right after an update and its publish, before the next begins.
 
     Args:
         plan: where the schedule stands.
         state: the learner's.
-        history: what the engine was or will be given, oldest first: of the version that it serves, to that of state.
+        history: what the engine was or will be given, oldest first: of the version that it serves, to that of state
+            (with exact_lag, of each version between).
         responses: of the open groups, in order of (prompt, sample), which is the order of submission.
     """
 

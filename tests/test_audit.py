@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import rz.audit
 from rz.audit import AGREE, AuditResult, audit_run, first_difference, is_audited, online_audit, replay
 from rz.batch import Request, Rollout
-from rz.checkpoint import save_version
+from rz.checkpoint import version_folder
 from rz.engine.plain import PlainEngine
 from rz.models.dense import random_params
 from rz.models.hf import save_checkpoint
@@ -198,7 +198,7 @@ def run_folder(tmp_path, model, rollouts):
     folder, config, versions = model
     write_config(tmp_path, {"dtype": "float32"})
     for version, params in enumerate(versions):
-        save_version(tmp_path, version, params, config, source=folder, keep=None)
+        save_checkpoint(version_folder(tmp_path, version), params, config, source=folder)
     (tmp_path / ROLLOUTS).write_text("".join(rollout_line(rollout, 0.5, 1) + "\n" for rollout in rollouts))
     return tmp_path
 

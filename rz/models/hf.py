@@ -181,16 +181,33 @@ def save_checkpoint(
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = 4 * 2**30,
 ) -> None:
+    """write_checkpoint into a folder as whole_folder takes it: written beside and renamed, never half-written.
+
+    Args, errors: as write_checkpoint; ValueError if the folder cannot be written.
+    """
+    with whole_folder(folder) as partial:
+        write_checkpoint(partial, params, config, source=source, dtype=dtype, shard_bytes=shard_bytes)
+
+
+def write_checkpoint(
+    folder: Path,
+    params: Mapping[str, Tensor],
+    config: DenseConfig,
+    *,
+    source: Path | str | None = None,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = 4 * 2**30,
+) -> None:
     """Write params as a Hugging Face checkpoint that load_config, load_params and transformers read.
 
     Args:
-        folder: as whole_folder takes it: written beside and renamed, never half-written.
+        folder: there, and empty.
         source: a folder of the same config. Its config.json (token ids included), tokenizer and generation_config.json
             go with the weights. May be `folder` itself.
         dtype: of the file. float32 keeps every bit; bfloat16 and float16 round.
         shard_bytes: >= 1. More than this is spread over several files with an index; a tensor is never split.
     Raises: ValueError if params are not those of config or not finite, source has another config, the windows have no
-        Hugging Face form, dtype is none of these, or the folder cannot be written.
+        Hugging Face form, or dtype is none of these.
     """
     if dtype not in SOURCE_DTYPES.values():
         raise ValueError(f"dtype must be torch.float32, torch.float16 or torch.bfloat16, got {dtype}")
@@ -208,20 +225,19 @@ def save_checkpoint(
         raw.pop("dtype", None)
     raw["torch_dtype"] = str(dtype).removeprefix("torch.")
     shards, total = _shards(list(_parts(config)), parameter_shapes(config), dtype.itemsize, shard_bytes)
-    with whole_folder(folder) as partial:
-        weight_map = {}
-        for number, shard in enumerate(shards, 1):
-            file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            tensors = {
-                hf_name: params[name][start:stop].detach().to("cpu", dtype, copy=True).contiguous()
-                for hf_name, name, start, stop in shard
-            }
-            save_file(tensors, partial / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(tensors, file)
-        if len(shards) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        for name in COMPANIONS if source is not None else ():
-            if (Path(source) / name).is_file():
-                shutil.copyfile(Path(source) / name, partial / name)
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {
+            hf_name: params[name][start:stop].detach().to("cpu", dtype, copy=True).contiguous()
+            for hf_name, name, start, stop in shard
+        }
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    for name in COMPANIONS if source is not None else ():
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, folder / name)

@@ -1,0 +1,300 @@
+"""Runs that stop, fail or are killed, and go on: through the same functions as the command line."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import attrs
+import pytest
+import torch
+
+import rz.run
+from rz import checkpoint, kills, report
+from rz.checkpoint import kept_versions, version_folder
+from rz.engine.plain import PlainEngine
+from rz.kills import MODES, Anything, config_of, outcome
+from rz.models.make import make_tiny
+from rz.run import resume, run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    make_tiny(tmp_path_factory.mktemp("resume") / "model", **kills.SIZES)
+    return tmp_path_factory.getbasetemp() / next(tmp_path_factory.getbasetemp().glob("resume*")) / "model"
+
+
+def tasks(config):
+    return Anything(seed=config.seed), None
+
+
+def go_on(folder, **changes):
+    return resume(folder, tasks, **(dict(updates=None, same_machine=True) | changes))
+
+
+@pytest.fixture(autouse=True)
+def few_probes(monkeypatch):
+    """The probe has its own tests, and takes half of the time of these runs."""
+    monkeypatch.setattr(rz.run, "require_aligned", lambda *arguments, **more: ())
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_n_updates_and_m_more_are_n_plus_m(model, tmp_path, mode):
+    whole = config_of(model, tmp_path / "whole", "plain", mode)
+    run(whole, *tasks(whole))
+    halves = attrs.evolve(whole, out=tmp_path / "halves")
+    for version in (6, 7, 12):  # stopped after these updates; 7 is between two saves
+        stop_at(version, halves)
+    rows = go_on(halves.out)
+    assert outcome(halves.out) == outcome(whole.out)
+    assert rows["updates"] == 16 and rows["tokens differing"] == 0 and rows["tokens audited"] > 0
+
+
+def stop_at(version, config):
+    """Run or go on until this update, then interrupt as Ctrl-C does."""
+
+    class Stopping(report.Progress):
+        def update(self, metrics):
+            super().update(metrics)
+            if metrics["policy_version"] == version:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "Progress", Stopping)
+        rows = go_on(config.out) if config.out.exists() else run(config, *tasks(config))
+    assert rows["updates"] == version
+
+
+def test_killed_at_random_moments(model):
+    values = kills.kills(engine="plain", count=18, seed=1)
+    assert values["kills"] == 18 and values["differing"] == 0
+
+
+def test_killed_at_random_moments_with_vllm():
+    """In a fresh process: one that already ran vLLM cannot fork."""
+    command = [sys.executable, "-m", "rz.cli", "experiment", "kills", "--engine", "vllm", "--count", "2", "--json"]
+    command[1:3] = ["-c", "from rz.cli import main; main()"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    values = json.loads(done.stdout.splitlines()[-1])
+    assert values["kills"] == 2 and values["differing"] == 0
+
+
+def test_kills_can_find_a_run_that_goes_on_wrongly(model, monkeypatch):
+    real = checkpoint._read
+
+    def forgetful(folder, config):
+        saved = real(folder, config)
+        first = {name: torch.zeros_like(value) for name, value in saved.snapshot.state.optimizer.first.items()}
+        state = attrs.evolve(saved.snapshot.state, optimizer=attrs.evolve(saved.snapshot.state.optimizer, first=first))
+        return attrs.evolve(saved, snapshot=attrs.evolve(saved.snapshot, state=state))
+
+    monkeypatch.setattr(checkpoint, "_read", forgetful)
+    assert kills.kills(engine="plain", count=8, seed=2)["differing"] > 0
+
+
+def test_one_axis_that_goes_on_at_the_right_step(model, tmp_path):
+    config = config_of(model, tmp_path / "run", "plain", "turns")
+    stop_at(5, config)
+    go_on(config.out)
+    versions = [line["policy_version"] for line in report.read_metrics(config.out)]
+    assert versions == list(range(1, 17))
+
+
+def test_more_updates_can_be_asked_for(model, tmp_path):
+    config = config_of(model, tmp_path / "run", "plain", "turns")
+    run(config, *tasks(config))
+    assert go_on(config.out)["updates"] == 16  # nothing to do
+    assert go_on(config.out, updates=18)["updates"] == 18
+    with pytest.raises(ValueError, match="updates must be >= 1, got 0"):
+        go_on(config.out, updates=0)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(model, tmp_path, capsys):
+    whole = config_of(model, tmp_path / "whole", "plain", "turns")
+    run(whole, *tasks(whole))
+    broken = attrs.evolve(whole, out=tmp_path / "broken")
+    stop_at(8, broken)
+    (version_folder(broken.out, 8) / "optimizer.safetensors").write_bytes(b"nothing")
+    go_on(broken.out)
+    assert re.search(r"version-000008 is damaged \(SHA-256 of optimizer.safetensors must be", capsys.readouterr().err)
+    assert outcome(broken.out) == outcome(whole.out)
+
+
+def test_another_machine_is_refused_unless_asked_for(model, tmp_path):
+    config = config_of(model, tmp_path / "run", "plain", "turns")
+    stop_at(4, config)
+    folder = version_folder(config.out, 4)
+    proof = json.loads((folder / "certificate.json").read_text())
+    assert proof["tokens_audited"] > 0 and proof["tokens_differing"] == 0
+    proof["processor"]["name"] = "abacus"
+    (folder / "certificate.json").write_text(json.dumps(proof))
+    sums = json.loads((folder / "checksums.json").read_text())
+    sums["certificate.json"] = checkpoint._digest(folder / "certificate.json")
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    with pytest.raises(ValueError, match=r"processor name must be as the run began with \(abacus\)"):
+        go_on(config.out)
+    assert go_on(config.out, same_machine=False)["updates"] == 16
+
+
+# Failures: one clear error, and a checkpoint that goes on
+
+
+def fails_and_goes_on(model, tmp_path, fault, error, rule, mode="turns", **changes):
+    """A run with a fault ends with this error; without the fault it goes on to the outcome of the whole run."""
+    whole = config_of(model, tmp_path / "whole", "plain", mode)
+    run(whole, *tasks(whole))
+    config = attrs.evolve(whole, out=tmp_path / "failing", **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        with pytest.raises(error, match=rule):
+            run(config, *tasks(config))
+    left = list(kept_versions(config.out))
+    go_on(config.out)
+    assert outcome(config.out) == outcome(whole.out)
+    return left
+
+
+@pytest.mark.parametrize("mode", ["turns", "beside"])
+def test_an_engine_step_that_raises(model, tmp_path, mode):
+    def fault(patch):
+        real, steps = PlainEngine.step, []
+
+        def step(self):
+            steps.append(1)
+            if len(steps) == 30:
+                raise RuntimeError("no such kernel")
+            return real(self)
+
+        patch.setattr(PlainEngine, "step", step)
+
+    left = fails_and_goes_on(model, tmp_path, fault, RuntimeError, "no such kernel", mode)
+    assert left[-1] > 2 and len(left) == 2
+
+
+def test_a_reward_that_raises(model, tmp_path):
+    def fault(patch):
+        real, calls = Anything.score, []
+
+        def score(self, prompt, response_ids):
+            calls.append(1)
+            if len(calls) == 40:
+                raise ZeroDivisionError("by zero")
+            return real(self, prompt, response_ids)
+
+        patch.setattr(Anything, "score", score)
+
+    fails_and_goes_on(model, tmp_path, fault, RuntimeError, "must be a finite number, got an error from score: ZeroDiv")
+
+
+def test_a_reward_that_hangs(model, tmp_path):
+    def fault(patch):
+        real = Anything.score
+
+        async def hanging(self, prompt, response_ids):
+            if prompt.index == 9:
+                await asyncio.Event().wait()
+            return real(self, prompt, response_ids)
+
+        patch.setattr(Anything, "score", hanging)
+
+    began = time.perf_counter()
+    fails_and_goes_on(model, tmp_path, fault, TimeoutError, "must arrive within reward_timeout_s", reward_timeout_s=0.2)
+    assert time.perf_counter() - began < 60
+
+
+def test_a_full_disk(model, tmp_path):
+    def fault(patch):
+        real = checkpoint.save_file
+
+        def full(tensors, path, *more):
+            if "version-000006" in str(path):
+                raise OSError(28, "No space left on device")
+            real(tensors, path, *more)
+
+        patch.setattr(checkpoint, "save_file", full)
+
+    left = fails_and_goes_on(model, tmp_path, fault, ValueError, r"\(No space left on device\)")
+    assert left == [2, 4]
+
+
+def test_a_killed_engine_process(model, tmp_path):
+    def fault(patch):
+        real = report.Progress.update
+
+        def update(self, metrics):
+            real(self, metrics)
+            if metrics["policy_version"] == 5:
+                (child,) = [int(pid) for pid in children() if "spawn_main" in command_of(pid)]
+                os.kill(child, signal.SIGKILL)
+
+        patch.setattr(report.Progress, "update", update)
+
+    rule = r"engine process must live as long as the run, got its end during \w+: killed by SIGKILL"
+    left = fails_and_goes_on(model, tmp_path, fault, RuntimeError, rule, engine_process=True)
+    assert left == [2, 4]
+
+
+def children():
+    return open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()
+
+
+def command_of(pid):
+    return open(f"/proc/{pid}/cmdline").read()
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_ctrl_c_stops_with_a_checkpoint_and_twice_at_once(model, tmp_path, twice):
+    folder = tmp_path / "run"
+    code = (
+        "import attrs; from pathlib import Path; from rz import kills; from rz.run import run\n"
+        f"config = kills.config_of(Path({str(model)!r}), Path({str(folder)!r}), 'plain', 'turns')\n"
+        "run(attrs.evolve(config, updates=5000), kills.Anything(), None)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text().count("\n") > 3:
+        assert time.monotonic() < limit and child.poll() is None, child.stderr.read()
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    if twice:
+        time.sleep(0.05)
+        child.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, err = child.communicate(timeout=60)
+    assert "rz: stopping after the turn under way, with a checkpoint; Ctrl-C again stops at once" in err
+    assert "Traceback" not in err
+    if child.returncode == -signal.SIGINT:
+        assert twice and time.monotonic() - began < 1.0
+    else:
+        assert child.returncode == 0
+        updates = len(report.read_metrics(folder))
+        assert list(kept_versions(folder))[-1] == updates
+    more = list(kept_versions(folder))[-1] + 2
+    assert go_on(folder, updates=more, same_machine=False)["tokens differing"] == 0
+
+
+def test_resume_of_no_run_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match="run must be the folder of a run, with run.json, got"):
+        go_on(tmp_path)
+
+
+def test_a_log_that_lost_bytes_is_refused(model, tmp_path):
+    config = config_of(model, tmp_path / "run", "plain", "turns")
+    stop_at(4, config)
+    (config.out / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"metrics.jsonl must hold at least the \d+ bytes it had, got 0"):
+        go_on(config.out)
+
+
+def test_without_a_whole_checkpoint_nothing_goes_on(model, tmp_path):
+    config = config_of(model, tmp_path / "run", "plain", "turns")
+    stop_at(1, config)
+    shutil.rmtree(config.out / "checkpoints")
+    with pytest.raises(ValueError, match="run must hold a whole checkpoint to go on from, got none"):
+        go_on(config.out)
