@@ -1,0 +1,206 @@
+"""Speed of training: the synchronous loop and the asynchronous ones on the same work, by turns in one run."""
+
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import attrs
+import torch
+
+from rz.audit import online_audit
+from rz.batch import Prompt, Request, Rollout
+from rz.config import TrainConfig
+from rz.engine.interface import Engine
+from rz.loop import UpdateRecord, train
+from rz.models.hf import load_config, load_params
+from rz.models.make import make_tiny
+from rz.models.policy import response_logprobs
+from rz.run import open_engine
+from rz.schedule import start
+from rz.snapshot import Snapshot
+from rz.steps import PolicyState, adamw_init, update
+
+VOCABULARY, PROMPT_TOKENS, LONGEST, SIGMA, MEAN = 64, 8, 512, 1.0, 40.0
+SETTLE = 4  # updates at the start of a round that are not timed, and beside the lag bound at its end
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {"max_lag": 0},
+    "turns": {},
+    "thread": {"overlap_steps": 8},
+    "process": {"overlap_steps": 8, "engine_process": True},
+}
+
+
+def length(seed: int) -> int:
+    """Tokens of the response with this seed: lognormal, mean 40 and sigma 1 (median 24, one in a hundred above 248),
+    at most 512."""
+    quantile = NormalDist().inv_cdf((seed % 2**32 + 0.5) / 2**32)
+    return max(1, min(LONGEST, round(MEAN * 2.718281828459045 ** (SIGMA * quantile - SIGMA**2 / 2))))
+
+
+@attrs.define(eq=False)
+class OfLength:
+    """An engine whose responses end after length(seed) tokens, since a random model has no lengths of its own."""
+
+    inner: Engine
+
+    def submit(self, request: Request, sampled: Rollout | None = None) -> None:
+        self.inner.submit(attrs.evolve(request, max_tokens=length(request.seed)), sampled)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@attrs.frozen
+class Random:
+    """Random prompts and rewards; nothing stops a response but its length."""
+
+    stop_ids: tuple[int, ...] = ()
+
+    def prompt(self, index: int) -> Prompt:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(VOCABULARY, (PROMPT_TOKENS,), generator=generator).tolist()
+        return Prompt(index=index, token_ids=ids)
+
+    async def score(self, prompt: Prompt, response_ids: tuple[int, ...]) -> float:
+        return sum(response_ids) % 11 / 10
+
+
+def config_of(model: Path, settings: Mapping[str, Any]) -> TrainConfig:
+    """The run of a mode: 64 responses an update, 64 slots."""
+    common = dict(group_size=8, groups_per_update=8, slots=64, max_tokens=LONGEST, max_length=LONGEST + PROMPT_TOKENS)
+    common |= dict(model=model, task="arithmetic", out=model / "none", engine="vllm", max_lag=8)
+    return TrainConfig(**(common | dict(settings)))
+
+
+def work(folder: str, updates: str, threads: str, audit_share: str, **settings: Any) -> None:
+    """A worker process: for each line on standard input a round, and one line with its seconds an update and shares."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to standard error
+    torch.set_num_threads(int(threads))
+    count, share = int(updates), float(audit_share)
+    config = config_of(Path(folder), {**settings, "updates": count, "audit_share": share})
+    model = load_config(config.model)
+    params = load_params(config.model, model)
+    state = PolicyState(params=params, optimizer=adamw_init(params), version=0)
+    first = Snapshot(plan=start(config.schedule), state=state, history=(params,), responses=())
+    engine = OfLength(open_engine(config, model, first))
+    learn = partial(
+        update,
+        logprobs_fn=lambda params, batch: response_logprobs(params, model, batch, dtype=config.torch_dtype),
+        learning_rate=1e-5,
+    )
+    audit = online_audit(model, dtype=config.torch_dtype, share=share, run_seed=0) if share else None
+    for _ in sys.stdin:
+        records: list[tuple[float, UpdateRecord]] = []
+        state = asyncio.run(
+            train(
+                state=state,
+                engine=engine,
+                task=Random(),
+                settings=config.schedule,
+                run_seed=0,
+                max_tokens=LONGEST,
+                temperature=1.0,
+                update=learn,
+                audit=audit,
+                on_update=lambda record, records=records: records.append((time.perf_counter(), record)),
+                reward_timeout_s=60.0,
+                overlap_steps=config.overlap_steps,
+                first_prompt=state.version * config.groups_per_update,
+            )
+        )
+        timed = records[SETTLE : count - config.max_lag - SETTLE + 1]
+        parts = {
+            part: sum(record.seconds[part] for _, record in timed[1:]) / (len(timed) - 1)
+            for part in ("rollout", "update", "audit", "publish")
+        }
+        steps = sum(record.engine_steps for _, record in timed[1:]) / (len(timed) - 1)
+        differing = sum(record.metrics["differing_tokens"] for _, record in records)
+        values = [(timed[-1][0] - timed[0][0]) / (len(timed) - 1), steps, differing, *parts.values()]
+        print(*values, file=answer, flush=True)
+
+
+def bench_async(
+    *, model: Path | None, updates: int, rounds: int, modes: tuple[str, ...], audit_share: float
+) -> dict[str, Any]:
+    """Updates per second of the loops, each in a process of its own, measured by turns after a round 0.
+
+    All sample on real vLLM with rz's aligned model; 64 responses an update of lognormal length (mean 40, sigma 1, at
+    most 512), 64 slots, the same model, batch and number of cores. Start-up and the tail of each round are not timed.
+
+    Args:
+        model: checkpoint folder; None: a random Qwen3 of 2 layers x 128.
+        updates: of each round, at least 20.
+    Returns: ratio (best asynchronous mode / sync, of the medians of updates per second), best, and for each mode the
+        median, lowest and highest updates per second, engine steps an update, and seconds of its parts.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model or Path(scratch) / "model"
+        if model is None:
+            make_tiny(folder, vocab_size=VOCABULARY, layers=2, hidden_size=128, heads=4, kv_heads=2, head_dim=32)
+        workers = {mode: _worker(folder, updates, audit_share, MODES[mode]) for mode in modes}
+        seconds: dict[str, list[list[float]]] = {mode: [] for mode in modes}
+        try:
+            for number in range(rounds + 1):
+                for mode, worker in workers.items():
+                    values = _round(worker, mode, number)
+                    print(
+                        f"round {number} of {rounds}: {mode} {values[0]:.3f} s an update", file=sys.stderr, flush=True
+                    )
+                    if number:
+                        seconds[mode].append(values)
+        finally:
+            for worker in workers.values():
+                worker.kill()
+                worker.wait()
+    result: dict[str, Any] = {}
+    for mode, rows in seconds.items():
+        speeds = [1 / row[0] for row in rows]
+        middle = [statistics.median(column) for column in zip(*rows, strict=True)]
+        result |= {
+            f"{mode}_updates_per_second": statistics.median(speeds),
+            f"{mode}_min": min(speeds),
+            f"{mode}_max": max(speeds),
+            f"{mode}_engine_steps": middle[1],
+            f"{mode}_differing": sum(row[2] for row in rows),
+            **{f"{mode}_{part}_s": middle[3 + i] for i, part in enumerate(("rollout", "update", "audit", "publish"))},
+        }
+    speed = {mode: result[f"{mode}_updates_per_second"] for mode in modes}
+    best = max((mode for mode in modes if mode != "sync"), key=speed.get)
+    return {"ratio": speed[best] / speed["sync"], "best": best, **result, "updates": updates, "rounds": rounds}
+
+
+def _worker(folder: Path, updates: int, audit_share: float, settings: Mapping[str, Any]) -> subprocess.Popen:
+    process = settings.get("engine_process", False)
+    threads = 1 if process or settings.get("overlap_steps") else torch.get_num_threads()
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+    arguments = [str(folder), str(updates), str(threads), str(audit_share)]
+    code = f"import sys; from rz.bench_async import work; work(*sys.argv[1:], **{dict(settings)!r})"
+    return subprocess.Popen(
+        [sys.executable, "-c", f"if __name__ == '__main__':\n    {code}", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+
+
+def _round(worker: subprocess.Popen, mode: str, number: int) -> list[float]:
+    try:
+        print(number, file=worker.stdin, flush=True)
+        line = worker.stdout.readline()
+    except BrokenPipeError:
+        line = ""
+    if not line:
+        raise RuntimeError(f"worker {mode} must time round {number}, got its end: {worker.stderr.read()[-2000:]}")
+    return [float(value) for value in line.split()]
