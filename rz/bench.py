@@ -80,11 +80,12 @@ def work(kind: str, folder: str, dtype: str, sequences: str, prompt_tokens: str,
         print(time.perf_counter() - began, file=answer, flush=True)
 
 
-def _worker(kind: str, arguments: list[str]) -> subprocess.Popen:
+def start_worker(module: str, *arguments: str) -> subprocess.Popen:
+    """A process that runs module.work(*arguments) with as many threads as this one."""
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # stock vLLM would leave a core out
     return subprocess.Popen(
-        [sys.executable, "-c", "import sys; from rz.bench import work; work(*sys.argv[1:])", kind, *arguments],
+        [sys.executable, "-c", f"import sys; from {module} import work; work(*sys.argv[1:])", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -93,7 +94,11 @@ def _worker(kind: str, arguments: list[str]) -> subprocess.Popen:
     )
 
 
-def _round(worker: subprocess.Popen, number: int) -> float:
+def ask(worker: subprocess.Popen, number: int) -> str:
+    """Send a worker the number of a round; its one line of answer.
+
+    Raises: RuntimeError with the worker's last words if it died.
+    """
     try:
         print(number, file=worker.stdin, flush=True)
         line = worker.stdout.readline()
@@ -101,7 +106,7 @@ def _round(worker: subprocess.Popen, number: int) -> float:
         line = ""
     if not line:
         raise RuntimeError(f"worker must time round {number}, got its end: {worker.stderr.read()[-2000:]}")
-    return float(line)
+    return line
 
 
 def bench_rollout(
@@ -125,12 +130,12 @@ def bench_rollout(
             f"got {prompt_tokens + response_tokens}"
         )
     arguments = [str(folder), dtype, str(sequences), str(prompt_tokens), str(response_tokens)]
-    workers = {kind: _worker(kind, arguments) for kind in ENGINES}
+    workers = {kind: start_worker("rz.bench", kind, *arguments) for kind in ENGINES}
     speeds: dict[str, list[float]] = {kind: [] for kind in ENGINES}
     try:
         for number in range(rounds + 1):
             for kind, worker in workers.items():
-                seconds = _round(worker, number)
+                seconds = float(ask(worker, number))
                 print(f"round {number} of {rounds}: {kind} {seconds:.2f} s", file=sys.stderr, flush=True)
                 if number:
                     speeds[kind].append(sequences * response_tokens / seconds)

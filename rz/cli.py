@@ -20,6 +20,7 @@ import tyro  # noqa: E402
 
 from rz.commands import (  # noqa: E402
     AuditCommand,
+    BenchLearnerCommand,
     BenchRolloutCommand,
     EvalCommand,
     ResumeCommand,
@@ -174,6 +175,25 @@ def _bench(command: BenchRolloutCommand) -> int:
     return 0
 
 
+def _bench_learner(command: BenchLearnerCommand) -> int:
+    from rz.bench_learner import bench_learner
+    from rz.report import table
+
+    values = bench_learner(
+        models=command.models,
+        lengths=command.lengths,
+        dtype=None if command.dtype == "default" else command.dtype,
+        tokens=command.tokens,
+        rounds=command.rounds,
+    )
+    if command.json:
+        print(json.dumps(values))
+        return 0
+    for case in values["cases"]:
+        table(f"rz bench learner, {case['model']} {case['dtype']}, {case['sequences']} x {case['length']} tokens", case)
+    return 0
+
+
 def _prove(config: ProveConfig) -> int:
     from rz.prove import prove
 
@@ -218,6 +238,7 @@ RUN = {
     VerifyCommand: _verify,
     EvalCommand: _eval,
     BenchRolloutCommand: _bench,
+    BenchLearnerCommand: _bench_learner,
     ProveConfig: _prove,
     KillsCommand: _kills,
     Smollm2Command: _smollm2,
@@ -257,6 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
         (app, "verify", VerifyCommand),
         (app, "eval", EvalCommand),
         (app, "prove", ProveConfig),
+        (bench, "learner", BenchLearnerCommand),
         (bench, "rollout", BenchRolloutCommand),
         (experiment, "kills", KillsCommand),
         (model, "smollm2", Smollm2Command),

