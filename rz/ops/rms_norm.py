@@ -2,14 +2,23 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rz.ops.chunks import row_chunks
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        wide = x.float().contiguous()
-        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
-        return (wide * scale).to(x.dtype) * weight, scale
+        rows, width = x.reshape(-1, x.shape[-1]), x.shape[-1]
+        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        scale = rows.new_empty((len(rows), 1), dtype=torch.float32)
+        for part in row_chunks(len(rows), width):
+            wide = rows[part].float().contiguous()
+            root = (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
+            scale[part] = root
+            torch.mul((wide * root).to(x.dtype), weight, out=out[part])
+        return out.view(x.shape), scale
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -18,14 +27,19 @@ class _RmsNorm(torch.autograd.Function):
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor, _):
         x, weight, scale = ctx.saved_tensors
-        normed = x.float() * scale
-        grad = grad.float()
-        scaled = grad * weight.float()
-        to_x = scale * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        to_weight = (grad * normed).flatten(0, -2).sum(0)
-        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
+        width, wide_weight = x.shape[-1], weight.float()
+        rows, above = x.reshape(-1, width), grad.reshape(-1, width)
+        to_x, to_weight = torch.empty_like(rows, memory_format=torch.contiguous_format), torch.zeros_like(wide_weight)
+        for part in row_chunks(len(rows), width):
+            value, up, root = rows[part].float(), above[part].float(), scale[part]
+            both = value * up
+            to_weight.addmv_(both.t(), root[:, 0])
+            pull = torch.mv(both, wide_weight)[:, None].mul_(root**3 / -width)
+            to_x[part] = torch.mul(up, wide_weight, out=both).mul_(root).addcmul_(value, pull)
+        return to_x.view(x.shape), to_weight.to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -39,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         weight: [E] in the dtype of x.
         eps: > 0, added to the mean square.
     Returns: [..., E] in the dtype of x.
-    Gradient: to x and weight.
+    Gradient: to x and weight, in float32, rounded once; not differentiable again.
     Edge cases: a row of zeros gives zeros.
     Raises: ValueError if weight is not [E], TypeError if its dtype is not that of x.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rz.ops.chunks import row_chunks
+
 
 def _need(scaling: Mapping[str, Any], name: str) -> float:
     if not isinstance(value := scaling.get(name), int | float) or not value > 0:
@@ -103,6 +105,28 @@ def rope_tables(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> 
     return angles.cos() * factor, angles.sin() * factor
 
 
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        half = x.shape[-1] // 2
+        for part in row_chunks(len(x), x.shape[1] * x.shape[2]):
+            first, second = x[part].float().split(half, -1)
+            across, up = cos[part, None], sin[part, None]
+            out[part, :, :half] = (first * across).sub_(second * up)
+            out[part, :, half:] = (second * across).add_(first * up)
+        return out
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _Rope.apply(grad, cos, -sin), None, None
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + D/2) of head dimensions by its row's angle, in float32, rounded once.
 
@@ -115,6 +139,4 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     expected = (x.shape[0], x.shape[-1] // 2)
     if cos.shape != expected or sin.shape != expected:
         raise ValueError(f"cos and sin must be {list(expected)}, got {list(cos.shape)} and {list(sin.shape)}")
-    first, second = x.float().chunk(2, -1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    return _Rope.apply(x, cos, sin)

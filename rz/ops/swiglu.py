@@ -1,29 +1,39 @@
 """The gated activation of the feed-forward layer."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rz.ops.chunks import row_chunks
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(gate_up: Tensor) -> Tensor:
-        gate, up = (half.float() for half in gate_up.chunk(2, -1))
-        # exp over contiguous memory: a strided half would end in a scalar tail with other bits.
-        denominator = gate.contiguous().neg().exp_().add_(1)
-        return (gate / denominator).mul_(up).to(gate_up.dtype)
+        rows, width = gate_up.flatten(0, -2), gate_up.shape[-1] // 2
+        out = gate_up.new_empty((len(rows), width))
+        for part in row_chunks(len(rows), width):
+            gate, up = (half.float() for half in rows[part].chunk(2, -1))
+            # exp over contiguous memory: a strided half would end in a scalar tail with other bits.
+            denominator = torch.neg(gate.contiguous()).exp_().add_(1)
+            out[part] = torch.div(gate, denominator, out=denominator).mul_(up)
+        return out.view(*gate_up.shape[:-1], width)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         (gate_up,) = ctx.saved_tensors
-        gate, up = (half.float() for half in gate_up.chunk(2, -1))
-        grad = grad.float()
-        sigmoid = torch.sigmoid(gate)
-        to_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-        return torch.cat((to_gate, grad * gate * sigmoid), -1).to(gate_up.dtype)
+        gate, up = gate_up.chunk(2, -1)
+        out = torch.empty_like(gate_up)
+        to_gate, to_up = out.chunk(2, -1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
+        torch.mul(grad, F.silu(gate), out=to_up)
+        return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -34,7 +44,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     Args:
         gate_up: [N, 2 I] float32, bfloat16 or float16.
     Returns: [N, I] in the dtype of gate_up.
-    Gradient: to gate_up.
+    Gradient: to gate_up, in its dtype throughout; not differentiable again.
     Edge cases: gate -> -inf gives -0 (exp(-gate) overflows to inf, gate / inf is -0 for finite gate).
     Raises: ValueError if the last axis is odd.
     Source: Shazeer 2020, arXiv:2002.05202.
