@@ -13,7 +13,8 @@ from torch import Tensor
 
 TILE = 128  # keys
 QUANTUM = 16  # rows and keys are padded to multiples of this
-BLOCK_SCORES = 1 << 22  # scores that a block may hold at once
+RUN = 128  # query tokens of an item at most
+BLOCK_SCORES = 1 << 18  # scores that a block may hold at once: its temporaries stay in a core's cache
 
 
 def _up(value: int, quantum: int) -> int:
@@ -145,7 +146,7 @@ def make_plan(
         windows: the distinct sliding windows of the layers (None = all earlier tokens; w = the last w, own included).
         key_rows: (sequence [I], position [I, K]) -> [I * kv_heads * K] rows of the key-value storage, head before key.
         short_queries: a sequence of at most this many query tokens is cut into items of one 16-row step, which are
-            batched with those of all other such sequences; a longer one is an item of its own.
+            batched with those of all other such sequences; a longer one is cut into items of RUN tokens.
     Raises: ValueError if kv_heads does not divide heads, or a sequence is shorter than its query.
     """
     if heads % kv_heads:
@@ -158,19 +159,16 @@ def make_plan(
     for sequence, (queries, keys) in enumerate(zip(query_lengths, sequence_lengths, strict=True)):
         if not 0 <= queries <= keys:
             raise ValueError(f"query length must be in [0, {keys}] of sequence {sequence}, got {queries}")
-        whole = _Item(sequence=sequence, first_token=token, first_position=keys - queries, tokens=queries)
-        if queries > short_queries:
-            long.append(whole)
-        else:
-            short += [
-                _Item(
-                    sequence=sequence,
-                    first_token=token + i,
-                    first_position=keys - queries + i,
-                    tokens=min(step, queries - i),
-                )
-                for i in range(0, queries, step)
-            ]
+        items, run = (long, RUN) if queries > short_queries else (short, step)
+        items += [
+            _Item(
+                sequence=sequence,
+                first_token=token + i,
+                first_position=keys - queries + i,
+                tokens=min(run, queries - i),
+            )
+            for i in range(0, queries, run)
+        ]
         token += queries
     groups = [(step, chunk) for chunk in _batches(short, step, heads)]
     by_size: dict[tuple[int, int], list[_Item]] = {}
