@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rz.ops.attention_plan import QUANTUM, Block, Plan, Tile, make_plan
+from rz.ops.function import apply
 
 LOWEST = -3.0e38  # stands for the maximum of no scores
 
@@ -177,7 +178,7 @@ class WholeSequences:
         """
         if q.shape[0] != sum(self.lengths):
             raise ValueError(f"q must have {sum(self.lengths)} tokens, got {q.shape[0]}")
-        return _WholeAttention.apply(q, k, v, self._plan(q.shape[1], k.shape[1], window), window)[0]
+        return apply(_WholeAttention, q, k, v, self._plan(q.shape[1], k.shape[1], window), window)[0]
 
 
 def write_cache(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:

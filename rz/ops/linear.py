@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rz.ops.function import apply
+
 MIN_ROWS = 16  # float32 GEMMs of fewer rows take another kernel, whose sums run in another order
 MIN_OUTPUTS = 64  # GEMMs with few outputs depend on the row count, in float32 also on where the row lies in memory
 
@@ -64,4 +66,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise TypeError(f"weight must be {x.dtype} or torch.float32, got {weight.dtype}")
     if bias is not None and bias.dtype not in (x.dtype, weight.dtype):
         raise TypeError(f"bias must be {x.dtype} or {weight.dtype}, got {bias.dtype}")
-    return _Linear.apply(x, weight, bias)
+    return apply(_Linear, x, weight, bias)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rz.ops.function import apply
 from rz.ops.linear import linear
 
 CHUNK_ELEMENTS = 1 << 22  # logits held at once: rows of a chunk times vocabulary
@@ -91,4 +92,4 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, *, temperature
         raise ValueError(f"targets must be [{hidden.shape[0]}], got {list(targets.shape)}")
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature}")
-    return _TokenLogprobs.apply(hidden, head, targets, float(temperature))
+    return apply(_TokenLogprobs, hidden, head, targets, float(temperature))

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rz.ops.chunks import row_chunks
+from rz.ops.function import apply
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -62,7 +63,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         raise ValueError(f"weight must be [{x.shape[-1]}], got {list(weight.shape)}")
     if weight.dtype != x.dtype:
         raise TypeError(f"weight must be {x.dtype}, got {weight.dtype}")
-    return _RmsNorm.apply(x, weight, eps)[0]
+    return apply(_RmsNorm, x, weight, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rz.ops.chunks import row_chunks
+from rz.ops.function import apply
 
 
 def _need(scaling: Mapping[str, Any], name: str) -> float:
@@ -124,7 +125,7 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         cos, sin = ctx.saved_tensors
-        return _Rope.apply(grad, cos, -sin), None, None
+        return apply(_Rope, grad, cos, -sin), None, None
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -139,4 +140,4 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     expected = (x.shape[0], x.shape[-1] // 2)
     if cos.shape != expected or sin.shape != expected:
         raise ValueError(f"cos and sin must be {list(expected)}, got {list(cos.shape)} and {list(sin.shape)}")
-    return _Rope.apply(x, cos, sin)
+    return apply(_Rope, x, cos, sin)

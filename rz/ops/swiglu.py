@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rz.ops.chunks import row_chunks
+from rz.ops.function import apply
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -51,4 +52,4 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must have an even last axis, got {list(gate_up.shape)}")
-    return _SwiGlu.apply(gate_up)
+    return apply(_SwiGlu, gate_up)
