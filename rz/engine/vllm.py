@@ -80,7 +80,7 @@ class VllmEngine:
 
         self._make_prompt = TokensPrompt
         self._make_sampling = lambda **settings: SamplingParams(
-            logprobs=0, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA, **settings
+            detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA, **settings
         )
         ModelRegistry.register_model(ARCHITECTURE, RzForCausalLM)
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
@@ -108,7 +108,7 @@ class VllmEngine:
         torch.set_num_threads(threads)
         worker = self._llm.model_executor.driver_worker
         runner = getattr(worker, "worker", worker).model_runner
-        runner.sampler = SeededSampler(runner)
+        runner.sampler = self._sampler = SeededSampler(runner)
         self._model = runner.model
         self._dtype = dtype
         self._shapes = {name: value.shape for name, value in params.items()}
@@ -140,8 +140,8 @@ class VllmEngine:
             record, (completion,) = self._records[request_id], output.outputs
             if not record.tokens:
                 self.cached_tokens += output.num_cached_tokens
-            for token, logprobs in zip(completion.token_ids, completion.logprobs, strict=True):
-                record.append(token, logprobs[token].logprob, self.version)
+            for token in completion.token_ids:  # one
+                record.append(token, self._sampler.drawn[output.request_id], self.version)
             if output.finished:
                 del self._records[request_id]
                 finished.append(record.rollout(completion.finish_reason))
@@ -181,7 +181,7 @@ class VllmEngine:
         if self._llm is not None:
             self.abort(list(self._records))
             self._llm.engine_core.shutdown()
-            self._llm = self._model = None
+            self._llm = self._model = self._sampler = None
 
     def _open(self):
         if self._llm is None:

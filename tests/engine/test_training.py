@@ -44,7 +44,7 @@ def run(model, *, updates, max_lag, learning_rate, temperature, dtype=torch.floa
             max_tokens=10,
             temperature=temperature,
             update=partial(update, logprobs_fn=logprobs, learning_rate=learning_rate),
-            audit=online_audit(config, dtype=dtype, share=1.0, run_seed=5, version=lambda: engine.version),
+            audit=online_audit(config, dtype=dtype, share=1.0, run_seed=5),
             on_update=records.append,
             reward_timeout_s=60.0,
         )

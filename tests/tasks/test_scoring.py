@@ -23,7 +23,7 @@ child["FUNCTIONS"]["math"] = burn
 
 @pytest.fixture(scope="module")
 def process():
-    process = ScoringProcess(1)
+    process = ScoringProcess(3)  # a new child needs about half a second for its first parse, twice that on busy cores
     yield process
     process.close()
 
@@ -57,7 +57,7 @@ def test_a_call_that_is_interrupted_does_not_leave_its_reply_to_the_next(process
 
 
 def test_a_tower_of_powers_is_ended_and_the_next_call_works(process):
-    with pytest.raises(TimeoutError, match="math_verify must score within 1 s of processor time"):
+    with pytest.raises(TimeoutError, match="math_verify must score within 3 s of processor time"):
         process.call("math_verify", "5", "$9^{9^{9^9}}$")
     assert process.call("math_verify", "5", "$5$") == 1.0
 
