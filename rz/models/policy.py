@@ -1,7 +1,9 @@
 """Log-probabilities of the tokens of whole sequences, as the learner and every audit compute them."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -35,12 +37,70 @@ def packed_logprobs(
     return token_logprobs(hidden[rows], head_weight(params), tokens[rows + 1], temperature=temperature)
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class Packed:
+    """The responses of a batch without padding, prompts that several share once. N tokens, M sampled tokens.
+
+    tokens, positions: [N] int64.  lengths, prefixes: as WholeSequences takes them.
+    rows: [M] int64, the token after which each sampled token was drawn, in order of the batch.  targets: [M] int64.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    lengths: tuple[int, ...]
+    prefixes: tuple[int | None, ...]
+    rows: Tensor
+    targets: Tensor
+
+
+def pack(batch: TrainBatch) -> Packed:
+    """Pack the responses of a batch: those of one group with equal prompts follow one copy of the prompt.
+
+    The last token of a response predicts nothing and is left out.
+    """
+    lengths = batch.prompt_lengths.tolist()
+    prompts = [tuple(ids[:count]) for ids, count in zip(batch.prompt_ids.tolist(), lengths, strict=True)]
+    keys = list(zip(batch.group_ids.tolist(), prompts, strict=True))
+    members = Counter(keys)
+    tokens, positions, rows, targets = [], [], [], []
+    sequences: list[tuple[int, int | None]] = []  # length, prefix
+    shared: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # the sequence of a prompt, its last row
+
+    def append(ids: Sequence[int], first_position: int, prefix: int | None) -> None:
+        tokens.extend(ids)
+        positions.extend(range(first_position, first_position + len(ids)))
+        sequences.append((len(ids), prefix))
+
+    for key, prompt, ids, kept in zip(keys, prompts, batch.response_ids, batch.mask, strict=True):
+        response = ids[kept].tolist()
+        targets += response
+        if members[key] == 1:
+            start = len(tokens) + len(prompt) - 1
+            append((*prompt, *response[:-1]), 0, None)
+            rows += range(start, start + len(response))
+            continue
+        if key not in shared:
+            append(prompt, 0, None)
+            shared[key] = len(sequences) - 1, len(tokens) - 1
+        sequence, last = shared[key]
+        if response:
+            rows += [last, *range(len(tokens), len(tokens) + len(response) - 1)]
+        if len(response) > 1:
+            append(response[:-1], len(prompt), sequence)
+    whole = [torch.tensor(values, dtype=torch.int64) for values in (tokens, positions, rows, targets)]
+    lengths, prefixes = zip(*sequences, strict=True)
+    return Packed(
+        tokens=whole[0], positions=whole[1], lengths=lengths, prefixes=prefixes, rows=whole[2], targets=whole[3]
+    )
+
+
 def response_logprobs(
     params: Mapping[str, Tensor], config: DenseConfig, batch: TrainBatch, *, dtype: torch.dtype
 ) -> Tensor:
     """The current policy's logprob of every sampled token of a batch.
 
-    Padding is removed before the forward: packed equals unpacked bit for bit.
+    Padding is removed before the forward, and a prompt that responses of a group share is computed once: packed and
+    shared equal unpacked bit for bit.
 
     Args:
         params: float32 masters.
@@ -50,17 +110,10 @@ def response_logprobs(
     Gradient: to params.
     Edge cases: a response without tokens gives a row of zeros.
     """
-    prompt = torch.arange(batch.prompt_ids.shape[1])[None, :] < batch.prompt_lengths[:, None]
-    both = torch.cat((batch.prompt_ids, batch.response_ids), 1)
-    real = torch.cat((prompt, batch.mask), 1)
-    sampled = torch.cat((torch.zeros_like(prompt), batch.mask), 1)[real]
-    rows = sampled.nonzero()[:, 0] - 1
-    logprobs = packed_logprobs(
-        compute_params(params, dtype=dtype),
-        config,
-        both[real],
-        real.sum(1).tolist(),
-        rows,
-        temperature=batch.temperature,
-    )
+    packed, used = pack(batch), compute_params(params, dtype=dtype)
+    past = WholeSequences(packed.lengths, packed.prefixes)
+    hidden = forward(used, config, packed.tokens, packed.positions, past)
+    # index_select: the gradient of hidden[rows] adds equal rows up in any order.
+    read = hidden.index_select(0, packed.rows)
+    logprobs = token_logprobs(read, head_weight(used), packed.targets, temperature=batch.temperature)
     return torch.zeros(batch.mask.shape, dtype=torch.float32).masked_scatter(batch.mask, logprobs)

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from rz.ops.attention_gradient import Batch, attention_gradient, gradient_batches
 from rz.ops.attention_plan import QUANTUM, Block, Plan, Tile, make_plan
 from rz.ops.function import apply
 
@@ -69,16 +71,16 @@ def _attend_block(
 def _attend(
     q: Tensor, plan: Plan, window: int | None, fetch: Callable[[Tile], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """q [N, H, D] -> (output [N, H, D] in the dtype of q, log-sum-exp of all blocks' rows)."""
+    """q [N, H, D] -> (output [N, H, D] in the dtype of q, log-sum-exp [N, H] float32)."""
     width = q.shape[-1]
     rows = q.reshape(-1, width)
     parts = []
     for block in plan.blocks:
         queries = rows.index_select(0, block.query_rows).float().mul_(width**-0.5)
         parts.append(_attend_block(queries, block, plan.kv_heads, window, fetch))
-    out = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts])
-    lse = parts[0][1] if len(parts) == 1 else torch.cat([part[1] for part in parts])
-    return out.index_select(0, plan.output_rows).view(q.shape).to(q.dtype), lse
+    out, lse = (parts[0][i] if len(parts) == 1 else torch.cat([part[i] for part in parts]) for i in (0, 1))
+    out, lse = (x.index_select(0, plan.output_rows).view(*q.shape[:2], *x.shape[1:]) for x in (out, lse))
+    return out.to(q.dtype), lse
 
 
 def _from_rows(rows: Tensor, tile: Tile, kv_heads: int) -> Tensor:
@@ -87,49 +89,23 @@ def _from_rows(rows: Tensor, tile: Tile, kv_heads: int) -> Tensor:
 
 class _WholeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, window: int | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, plan: Plan, batches: tuple[Batch, ...], window: int | None
+    ) -> tuple[Tensor, Tensor]:
         flat = [x.reshape(-1, x.shape[-1]) for x in (k, v)]
         fetch = lambda tile: tuple(_from_rows(x, tile, plan.kv_heads) for x in flat)
         return _attend(q, plan, window, fetch)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        q, k, v, ctx.plan, ctx.window = inputs
+        q, k, v, _, ctx.batches, ctx.window = inputs
         ctx.save_for_backward(q, k, v, *output)
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor, _):
-        q, k, v, out, lse = ctx.saved_tensors
-        plan, window, width = ctx.plan, ctx.window, q.shape[-1]
-        scale = width**-0.5
-        q_rows, k_rows, v_rows, out_rows, grad_rows = (x.reshape(-1, width) for x in (q, k, v, out, grad))
-        to_k, to_v = (torch.zeros(x.shape, dtype=torch.float32) for x in (k_rows, v_rows))
-        to_q, base = [], 0
-        for block in plan.blocks:
-            shape = (block.items, plan.kv_heads, block.rows)
-            queries = q_rows.index_select(0, block.query_rows).float().mul_(scale).view(*shape, width)
-            above = grad_rows.index_select(0, block.query_rows).float()
-            above.masked_fill_(block.padded[:, None], 0)
-            dot = (above * out_rows.index_select(0, block.query_rows).float()).sum(-1).view(*shape, 1)
-            above = above.view(*shape, width)
-            logs = lse[base : base + above[..., 0].numel()].view(*shape, 1)
-            base += logs.numel()
-            to_queries = torch.zeros_like(queries)
-            for tile in block.tiles:
-                part = (slice(0, tile.items), slice(None), slice(tile.first_row, None))
-                keys, values = (_from_rows(x, tile, plan.kv_heads) for x in (k_rows, v_rows))
-                weights = _scores(queries[part], keys, tile, window).sub_(logs[part]).exp_().flatten(0, 1)
-                up = above[part].flatten(0, 1)
-                to_values = torch.bmm(weights.transpose(1, 2), up)
-                to_scores = torch.bmm(up, values.transpose(1, 2)).sub_(dot[part].flatten(0, 1)).mul_(weights)
-                to_keys = torch.bmm(to_scores.transpose(1, 2), queries[part].flatten(0, 1))
-                to_queries[part] += torch.bmm(to_scores, keys).view(to_queries[part].shape)
-                to_k.index_add_(0, tile.key_rows, to_keys.flatten(0, 1))
-                to_v.index_add_(0, tile.key_rows, to_values.flatten(0, 1))
-            to_q.append(to_queries.flatten(0, 2).mul_(scale))
-        grads = torch.cat(to_q).index_select(0, plan.output_rows), to_k, to_v
-        return *(x.view(like.shape).to(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)), None, None
+        return *attention_gradient(grad, *ctx.saved_tensors, ctx.batches, ctx.window), None, None, None
 
 
 class WholeSequences:
@@ -137,26 +113,39 @@ class WholeSequences:
 
     Args:
         lengths: tokens of each sequence, each >= 1, in packing order.
+        prefixes: for each sequence None, or the number of another one, without a prefix itself, whose tokens come
+            before its own: its queries see them too, and its positions go on from there. None: no sequence has one.
+    Raises: ValueError for a length < 1, or a prefix that is not such a sequence.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], prefixes: Sequence[int | None] | None = None) -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"lengths must be at least one, each >= 1, got {list(lengths)}")
         self.lengths = tuple(lengths)
+        self.prefixes = (None,) * len(lengths) if prefixes is None else tuple(prefixes)
+        if len(self.prefixes) != len(lengths):
+            raise ValueError(f"prefixes must be one a sequence ({len(lengths)}), got {len(self.prefixes)}")
+        for prefix in self.prefixes:
+            if prefix is not None and not (0 <= prefix < len(lengths) and self.prefixes[prefix] is None):
+                raise ValueError(f"prefixes must be sequences without a prefix, got {prefix}")
         self._plans: dict[tuple[int, int, int | None], Plan] = {}
+        self._batches = gradient_batches(self.lengths, self.prefixes)
 
     def _plan(self, heads: int, kv_heads: int, window: int | None) -> Plan:
         key = (heads, kv_heads, window)
         if key not in self._plans:
             starts = torch.tensor(self.lengths).cumsum(0) - torch.tensor(self.lengths)
+            before = torch.tensor([0 if prefix is None else self.lengths[prefix] for prefix in self.prefixes])
+            prefix_starts = starts[[prefix or 0 for prefix in self.prefixes]]
 
             def key_rows(sequence: Tensor, position: Tensor) -> Tensor:
-                token = starts[sequence][:, None] + position
+                shared, own = prefix_starts[sequence][:, None], (starts - before)[sequence][:, None]
+                token = position + torch.where(position < before[sequence][:, None], shared, own)
                 return (token[:, None, :] * kv_heads + torch.arange(kv_heads)[None, :, None]).flatten()
 
             self._plans[key] = make_plan(
                 self.lengths,
-                self.lengths,
+                (torch.tensor(self.lengths) + before).tolist(),
                 heads=heads,
                 kv_heads=kv_heads,
                 windows=(window,),
@@ -173,12 +162,13 @@ class WholeSequences:
             q: [N, H, D].  k, v: [N, Hk, D], same dtype; Hk divides H; D in 16 to 256.
             window: None, or the number of latest tokens seen, the own included.
         Returns: [N, H, D] in the dtype of q.
-        Gradient: to q, k and v, deterministic.
+        Gradient: to q, k and v, in float32, rounded once; deterministic; not differentiable again.
         Raises: ValueError if N is not the sum of lengths or Hk does not divide H.
         """
         if q.shape[0] != sum(self.lengths):
             raise ValueError(f"q must have {sum(self.lengths)} tokens, got {q.shape[0]}")
-        return apply(_WholeAttention, q, k, v, self._plan(q.shape[1], k.shape[1], window), window)[0]
+        plan = self._plan(q.shape[1], k.shape[1], window)
+        return apply(_WholeAttention, q, k, v, plan, self._batches, window)[0]
 
 
 def write_cache(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:

@@ -39,7 +39,6 @@ class Block:
     items: int
     rows: int
     query_rows: Tensor  # [items * kv_heads * rows] rows of the queries seen as [N * H, D]
-    padded: Tensor  # [items * kv_heads * rows] bool, True = belongs to no query
     tiles: tuple[Tile, ...]
 
 
@@ -121,7 +120,6 @@ def _block(
         items=len(items),
         rows=rows,
         query_rows=answers.where(inside, 0).flatten(),
-        padded=~inside.flatten(),
         tiles=tuple(tiles),
     )
     return block, answers[inside], inside.flatten().nonzero()[:, 0]

@@ -2,11 +2,13 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from rz.ops.chunks import row_chunks
 from rz.ops.function import apply
 from rz.ops.linear import linear
 
-CHUNK_ELEMENTS = 1 << 22  # logits held at once: rows of a chunk times vocabulary
+CHUNK_ELEMENTS = 1 << 23  # logits held at once: rows of a chunk times vocabulary
 
 
 def tempered_logprobs(logits: Tensor, *, temperature: float | Tensor) -> Tensor:
@@ -51,8 +53,10 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
         out = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         for rows in _chunks(hidden.shape[0], head.shape[0]):
-            logprobs = row_logprobs(hidden[rows], head, temperature=temperature)
-            out[rows] = logprobs.gather(1, targets[rows, None])[:, 0]
+            logits, of_rows, wanted = linear(hidden[rows], head), out[rows], targets[rows, None]
+            for part in row_chunks(len(logits), head.shape[0]):
+                logprobs = tempered_logprobs(logits[part], temperature=temperature)
+                of_rows[part] = logprobs.gather(1, wanted[part])[:, 0]
         return out
 
     @staticmethod
@@ -61,17 +65,21 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, head, targets)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         hidden, head, targets = ctx.saved_tensors
-        to_hidden = torch.empty_like(hidden)
-        to_head = torch.zeros_like(head)
+        to_hidden, to_head = torch.empty_like(hidden), None
         for rows in _chunks(hidden.shape[0], head.shape[0]):
-            to_logits = row_logprobs(hidden[rows], head, temperature=ctx.temperature).exp_().neg_()
-            to_logits.scatter_add_(1, targets[rows, None], torch.ones_like(to_logits[:, :1]))
-            to_logits = to_logits.mul_((grad[rows] / ctx.temperature)[:, None]).to(head.dtype)
+            logits = linear(hidden[rows], head)
+            to_logits = logits.to(head.dtype)
+            gain, wanted = (grad[rows] / ctx.temperature)[:, None], targets[rows, None]
+            for part in row_chunks(len(logits), head.shape[0]):
+                slope = torch.softmax(logits[part].float() / ctx.temperature, -1).mul_(-gain[part])
+                to_logits[part] = slope.scatter_add_(1, wanted[part], gain[part])
             to_hidden[rows] = (to_logits @ head).to(hidden.dtype)
-            to_head += to_logits.t() @ hidden[rows].to(head.dtype)
-        return to_hidden, to_head, None, None
+            part = to_logits.t() @ hidden[rows].to(head.dtype)
+            to_head = part if to_head is None else to_head.add_(part)
+        return to_hidden, torch.zeros_like(head) if to_head is None else to_head, None, None
 
 
 def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
@@ -84,7 +92,7 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, *, temperature
         hidden: [N, E] float.  head: [V, E], see `linear`.  targets: [N] int64 in [0, V).
         temperature: > 0, of every row.
     Returns: [N] float32, nats.
-    Gradient: to hidden and head.
+    Gradient: to hidden and head; not differentiable again.
     Edge cases: N = 0 gives [0]. A token of probability 0 gives -inf.
     Raises: ValueError if targets is not [N] or temperature is not > 0.
     """

@@ -17,7 +17,7 @@ class _SwiGlu(torch.autograd.Function):
         for part in row_chunks(len(rows), width):
             gate, up = (half.float() for half in rows[part].chunk(2, -1))
             # exp over contiguous memory: a strided half would end in a scalar tail with other bits.
-            denominator = torch.neg(gate.contiguous()).exp_().add_(1)
+            denominator = torch.neg(gate).contiguous().exp_().add_(1)
             out[part] = torch.div(gate, denominator, out=denominator).mul_(up)
         return out.view(*gate_up.shape[:-1], width)
 

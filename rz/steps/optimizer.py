@@ -38,8 +38,10 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     epsilon: float = 1e-8,
     weight_decay: float = 0.0,
+    donate: bool = False,
+    donate_params: bool = False,
 ) -> tuple[dict[str, Tensor], AdamWState]:
-    """One update of AdamW, out of place.
+    """One update of AdamW, out of place unless donated.
 
         m' = m + (1 - beta1) (g - m)          v' = beta2 v + (1 - beta2) g^2        t' = t + 1
         x' = (1 - learning_rate * weight_decay) x
@@ -50,7 +52,9 @@ def adamw(
         params, grads: the same names; each gradient of the shape and dtype of its parameter.
         state: from adamw_init or the last update.
         learning_rate, weight_decay: >= 0.  betas: in [0, 1).  epsilon: > 0.
-    Returns: (parameters, state); nothing that was passed in changes.
+        donate: the caller gives state up: its tensors are overwritten and become those of the state returned.
+        donate_params: likewise params; they must not require gradients.
+    Returns: (parameters, state), the same bits donated or not. What is not donated does not change.
     Gradient: to params and grads, as a function.
     Edge cases: with learning_rate 0 the parameters come back as they are, every bit, and the state moves on.
     Raises: ValueError for names or shapes that disagree, or a number out of range; TypeError for dtypes that disagree.
@@ -68,20 +72,28 @@ def adamw(
     names = list(params)
     x, g = list(params.values()), [grads[name] for name in names]
     step, (beta1, beta2) = state.step + 1, betas
-    first = torch._foreach_lerp([state.first[name] for name in names], g, 1 - beta1)
-    second = torch._foreach_mul([state.second[name] for name in names], beta2)
+    first, second = ([means[name] for name in names] for means in (state.first, state.second))
+    if donate:
+        torch._foreach_lerp_(first, g, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+    else:
+        first = torch._foreach_lerp(first, g, 1 - beta1)
+        second = torch._foreach_mul(second, beta2)
     torch._foreach_addcmul_(second, g, g, 1 - beta2)
     named = lambda tensors: dict(zip(names, tensors, strict=True))
     after = AdamWState(step=step, first=named(first), second=named(second))
     if learning_rate == 0:  # x - 0 * y is not x where x is -0.0
         return dict(params), after
-    if weight_decay:
+    if weight_decay and donate_params:
+        torch._foreach_mul_(x, 1 - learning_rate * weight_decay)
+    elif weight_decay:
         x = torch._foreach_mul(x, 1 - learning_rate * weight_decay)
     rate, root = learning_rate / (1 - beta1**step), (1 - beta2**step) ** 0.5
     # One tensor at a time, so that the denominators of all never stand beside each other. sqrt / root is out of place:
     # torch.func would silently take the wrong root for its derivative.
+    step_by = torch.Tensor.addcdiv_ if donate_params else torch.addcdiv
     new = [
-        torch.addcdiv(value, mean, (square.sqrt() / root).add_(epsilon), value=-rate)
+        step_by(value, mean, (square.sqrt() / root).add_(epsilon), value=-rate)
         for value, mean, square in zip(x, first, second, strict=True)
     ]
     return named(new), after

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
@@ -48,11 +49,13 @@ def update(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     microbatch_size: int | None = None,
+    donate: bool = False,
+    donate_params: bool = False,
 ) -> tuple[PolicyState, dict[str, float]]:
     """One policy-gradient update.
 
     Args:
-        state: stays as it is.
+        state: stays as it is, but for what is donated.
         batch: the responses of the update. B responses, T positions.
         logprobs_fn: (params, batch) -> [B, T] float32 or float64, nats, differentiable in every parameter.
         advantages_fn: (rewards [B], group_ids [B]) -> [B], called once, with the whole batch.
@@ -64,6 +67,8 @@ def update(
         max_grad_norm: > 0, or None: no clipping.
         microbatch_size: >= 1 responses a forward and backward pass, or None: all at once. Sets the memory needed, not
             the update, up to rounding.
+        donate, donate_params: as adamw: the caller gives up state.optimizer, and state.params, whose memory is used
+            again. If the update raises they are as they were.
     Returns: (state of version + 1, metrics as floats): loss; grad_norm (before clipping); learning_rate; responses;
         response_length_mean; reward_mean; reward_std (divided by B); advantage_abs_mean; groups; groups_of_one;
         groups_without_signal (all rewards equal, groups of one included); nonfinite_tokens; dropped_responses; and
@@ -88,7 +93,17 @@ def update(
         return loss_fn(logprobs, rows, advantages=gains, weights=weights, denominator=denominator)
 
     after, metrics, logprobs = _descend(
-        state, batch, rows_loss, logprobs_fn, learning_rate, max_grad_norm, weight_decay, betas, microbatch_size
+        state,
+        batch,
+        rows_loss,
+        logprobs_fn,
+        learning_rate=learning_rate,
+        max_grad_norm=max_grad_norm,
+        weight_decay=weight_decay,
+        betas=betas,
+        microbatch_size=microbatch_size,
+        donate=donate,
+        donate_params=donate_params,
     )
     trained, nonfinite = check(logprobs, batch)
     gaps = gap_metrics(logprobs, trained, policy_version=state.version)
@@ -110,6 +125,8 @@ def supervised_update(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     microbatch_size: int | None = None,
+    donate: bool = False,
+    donate_params: bool = False,
 ) -> tuple[PolicyState, dict[str, float]]:
     """One update towards the responses of batch as they are: supervised_loss over response_count.
 
@@ -122,7 +139,17 @@ def supervised_update(
         return supervised_loss(logprobs, rows, denominator=response_count(batch))
 
     after, metrics, _ = _descend(
-        state, batch, rows_loss, logprobs_fn, learning_rate, max_grad_norm, weight_decay, betas, microbatch_size
+        state,
+        batch,
+        rows_loss,
+        logprobs_fn,
+        learning_rate=learning_rate,
+        max_grad_norm=max_grad_norm,
+        weight_decay=weight_decay,
+        betas=betas,
+        microbatch_size=microbatch_size,
+        donate=donate,
+        donate_params=donate_params,
     )
     return after, metrics | {"tokens": float(batch.mask.sum())}
 
@@ -132,11 +159,10 @@ def _descend(
     batch: TrainBatch,
     rows_loss: Callable[[Tensor, TrainBatch, int], Tensor],
     logprobs_fn: Callable[[Params, TrainBatch], Tensor],
-    learning_rate: float,
+    *,
     max_grad_norm: float | None,
-    weight_decay: float,
-    betas: tuple[float, float],
     microbatch_size: int | None,
+    **optimizer: Any,
 ) -> tuple[PolicyState, dict[str, float], Tensor]:
     """One optimiser step down the sum of rows_loss over microbatches; the new state, metrics, logprobs [B, T]."""
     if microbatch_size is not None and microbatch_size < 1:
@@ -169,17 +195,15 @@ def _descend(
         grads, norm = clip_by_global_norm(grads, max_norm=max_grad_norm)
     if not math.isfinite(grad_norm := float(norm)):
         raise ValueError(f"grad_norm must be finite, got {grad_norm}")
-    params, optimizer = adamw(
-        state.params, grads, state.optimizer, learning_rate=learning_rate, weight_decay=weight_decay, betas=betas
-    )
+    params, after = adamw(state.params, grads, state.optimizer, **optimizer)
     metrics = {
         "loss": float(loss),
         "grad_norm": grad_norm,
-        "learning_rate": float(learning_rate),
+        "learning_rate": float(optimizer["learning_rate"]),
         "responses": float(responses),
         "response_length_mean": float(batch.mask.sum(1).double().mean()),
     }
-    return PolicyState(params=params, optimizer=optimizer, version=state.version + 1), metrics, torch.cat(parts)
+    return PolicyState(params=params, optimizer=after, version=state.version + 1), metrics, torch.cat(parts)
 
 
 def _reward_metrics(batch: TrainBatch) -> dict[str, float]:

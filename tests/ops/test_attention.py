@@ -230,12 +230,40 @@ def test_scores_of_any_size():  # differences of 1,000 between scores; equal key
     assert_close(whole(q, 0 * k, v, (200,))[-1, 0], v.mean(0)[0])
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_shared_prefix_changes_no_bit_and_its_gradients_add_up(window):
+    prefix, ends = 130, (1, 70, 200)
+    q, k, v = inputs((prefix, 9, *ends), (4, 2, 32))
+    own = [slice(prefix + 9 + sum(ends[:i]), prefix + 9 + sum(ends[: i + 1])) for i in range(3)]
+    rows = torch.cat(
+        [torch.arange(prefix + 9), *(torch.cat([torch.arange(prefix), torch.arange(x.start, x.stop)]) for x in own)]
+    )
+    lengths = (prefix, 9, *(prefix + end for end in ends))
+    packed = WholeSequences((prefix, 9, *ends), (None, None, 0, 0, 0))
+    shared = packed.attend(0, q, k, v, window=window)
+    place = [prefix + 9 + prefix * (i + 1) + sum(ends[:i]) for i in range(3)]
+    answers = torch.cat([torch.arange(prefix + 9), *(torch.arange(a, a + n) for a, n in zip(place, ends, strict=True))])
+    assert torch.equal(shared, whole(q[rows], k[rows], v[rows], lengths, window)[answers])
+    above = normal(*shared.shape, seed=7)
+    arguments = [x.double() for x in (q, k, v)]
+    loss = lambda *args: (packed.attend(0, *args, window=window) * above).sum()
+    exact = lambda *args: (reference(*(x[rows] for x in args), lengths, window)[answers] * above.double()).sum()
+    grads = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    for grad, want in zip(grads, torch.func.grad(exact, argnums=(0, 1, 2))(*arguments), strict=True):
+        assert_close(grad, want.float(), rtol=1e-4, atol=1e-4)
+
+
 def test_errors_name_argument_rule_and_value():
     q, k, v = inputs((3, 2), (4, 2, 32))
     with pytest.raises(ValueError, match=r"lengths must be at least one, each >= 1, got \[\]"):
         WholeSequences([])
     with pytest.raises(ValueError, match=r"lengths must be at least one, each >= 1, got \[3, 0\]"):
         WholeSequences([3, 0])
+    with pytest.raises(ValueError, match=r"prefixes must be one a sequence \(2\), got 1"):
+        WholeSequences([3, 1], [None])
+    for prefixes in ([None, 2], [1, 0], [0, None]):
+        with pytest.raises(ValueError, match=r"prefixes must be sequences without a prefix, got"):
+            WholeSequences([3, 1], prefixes)
     with pytest.raises(ValueError, match=r"q must have 4 tokens, got 5"):
         whole(q, k, v, (3, 1))
     with pytest.raises(ValueError, match=r"heads must be a multiple of kv_heads 3, got 4"):

@@ -71,6 +71,29 @@ def test_arguments_stay_as_they_are():
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("donate_params", [False, True])
+def test_donated_memory_is_used_again_and_the_bits_are_the_same(weight_decay, donate_params):
+    params, grads = tensors(0), tensors(1)
+    state = adamw(params, grads, adamw_init(params), learning_rate=0.1)[1]
+    settings = {"learning_rate": 0.1, "weight_decay": weight_decay}
+    expected, moved = adamw(params, grads, state, **settings)
+    before, places = clones(params), [id(x) for x in (*state.first.values(), *state.second.values())]
+    after, donated = adamw(params, grads, state, **settings, donate=True, donate_params=donate_params)
+    assert equal(after, expected) and equal(donated.first, moved.first) and equal(donated.second, moved.second)
+    assert [id(x) for x in (*donated.first.values(), *donated.second.values())] == places
+    assert all((after[name] is params[name]) == donate_params for name in params)
+    assert donate_params or equal(params, before)
+
+
+def test_nothing_donated_is_touched_where_an_argument_is_bad():
+    params, state = tensors(0), adamw_init(tensors(0))
+    before = clones(params)
+    with pytest.raises(ValueError, match="grads must have the names of params"):
+        adamw(params, {}, state, learning_rate=0.1, donate=True, donate_params=True)
+    assert equal(params, before) and not any(x.any() for x in state.first.values())
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_learning_rate_zero_leaves_every_bit(weight_decay):
     start = {"x": torch.tensor([1.0, -0.0, 0.0, 1e-45, -3e38])}
     params, state = start, adamw_init(start)

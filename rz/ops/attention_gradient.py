@@ -1,0 +1,120 @@
+"""The gradient of attention over packed sequences, by torch's fused kernel; only the forward must be aligned."""
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+BATCH_TOKENS = 1024  # of padded sequences that are computed together
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Batch:
+    """Whole sequences of similar length, padded to the longest: I sequences, L positions.
+
+    tokens: [I, L] the row of each position's token; padding repeats a sequence's last.
+    own: [I, L] bool, True = a token whose query this sequence answers; neither padding nor a prefix. None = all are.
+    live: [I, L] bool, False = padding.
+    """
+
+    tokens: Tensor
+    own: Tensor | None
+    live: Tensor
+
+    def take(self, x: Tensor) -> Tensor:
+        """x [N, ...] -> [I, L, ...] float32."""
+        if self.own is None:  # then tokens are consecutive
+            first = int(self.tokens[0, 0])
+            return x[first : first + self.tokens.numel()].float().unflatten(0, self.tokens.shape)
+        return x.index_select(0, self.tokens.flatten()).float().unflatten(0, self.tokens.shape)
+
+
+def _grouped(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Sequences whose lengths are at most an eighth apart, in runs of about BATCH_TOKENS tokens."""
+    groups: dict[int, list[int]] = {}
+    for sequence, length in enumerate(lengths):
+        quantum = 1 << max(0, length.bit_length() - 4)
+        groups.setdefault(-(-length // quantum) * quantum, []).append(sequence)
+    for length, members in groups.items():
+        size = max(1, BATCH_TOKENS // length)
+        yield from (members[start : start + size] for start in range(0, len(members), size))
+
+
+def gradient_batches(lengths: Sequence[int], prefixes: Sequence[int | None]) -> tuple[Batch, ...]:
+    """Plan the gradient for sequences as WholeSequences takes them."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    before = [0 if prefix is None else lengths[prefix] for prefix in prefixes]
+    batches = []
+    for members in _grouped([a + b for a, b in zip(before, lengths, strict=True)]):
+        column = lambda values, members=members: torch.tensor([values[i] for i in members])[:, None]
+        prefix, own = column(before), column(lengths)
+        position = torch.arange(int((prefix + own).max()))[None, :]
+        place = position.minimum(prefix + own - 1)
+        prefix_start = column([0 if i is None else starts[i] for i in prefixes])
+        tokens = torch.where(place < prefix, prefix_start + place, column(starts) + place - prefix)
+        live = position < prefix + own
+        answered = live & (position >= prefix)
+        consecutive = torch.equal(tokens.flatten(), torch.arange(tokens.numel()) + tokens[0, 0])
+        batches.append(Batch(tokens=tokens, own=None if consecutive and answered.all() else answered, live=live))
+    return tuple(batches)
+
+
+def _window_mask(length: int, window: int | None) -> Tensor | None:
+    if window is None:
+        return None
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+    return torch.zeros(length, length).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
+
+
+def attention_gradient(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    batches: Sequence[Batch],
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, taken in float32.
+
+    Args:
+        grad, q, out: [N, H, D].  k, v: [N, Hk, D].  lse: [N, H] float32, log-sum-exp of the scaled scores.
+    Returns: tensors of the shapes and dtypes of q, k and v.
+    """
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    to_q = torch.empty(q.shape, dtype=torch.float32)
+    to_k, to_v = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
+    for batch in batches:
+        above, queries, outputs, logs, keys, values = (batch.take(x) for x in (grad, q, out, lse, k, v))
+        if batch.own is not None:
+            above = above.masked_fill(~batch.own[..., None, None], 0)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        mask = _window_mask(batch.tokens.shape[1], window)
+        of_q, of_k, of_v = torch.empty_like(queries), 0, 0
+        for member in range(group):  # the kernel knows no shared key-value heads
+            own = lambda x, member=member: x.unflatten(2, (kv_heads, group))[:, :, :, member].transpose(1, 2)
+            part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                own(above),
+                own(queries),
+                keys,
+                values,
+                own(outputs),
+                own(logs).contiguous(),
+                0.0,
+                mask is None,
+                attn_mask=mask,
+                scale=q.shape[-1] ** -0.5,
+            )
+            own(of_q).copy_(part[0])
+            of_k, of_v = part[1] + of_k, part[2] + of_v
+        of_k, of_v = (x.transpose(1, 2) for x in (of_k, of_v))
+        if batch.own is None:
+            rows = slice(int(batch.tokens[0, 0]), int(batch.tokens[0, 0]) + batch.tokens.numel())
+            to_q[rows], to_k[rows], to_v[rows] = (x.flatten(0, 1) for x in (of_q, of_k, of_v))
+        else:
+            to_q.index_copy_(0, batch.tokens[batch.own], of_q[batch.own])
+            to_k.index_add_(0, batch.tokens[batch.live], of_k[batch.live])
+            to_v.index_add_(0, batch.tokens[batch.live], of_v[batch.live])
+    return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype)
