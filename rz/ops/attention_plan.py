@@ -14,7 +14,7 @@ from torch import Tensor
 TILE = 128  # keys
 QUANTUM = 16  # rows and keys are padded to multiples of this
 RUN = 128  # query tokens of an item at most
-BLOCK_SCORES = 1 << 18  # scores that a block may hold at once: its temporaries stay in a core's cache
+BLOCK_SCORES = 1 << 19  # scores that a block may hold at once: its temporaries stay near a core's cache
 
 
 def _up(value: int, quantum: int) -> int:
@@ -168,11 +168,13 @@ def make_plan(
             for i in range(0, queries, run)
         ]
         token += queries
-    groups = [(step, chunk) for chunk in _batches(short, step, heads)]
+    groups = [(step, chunk) for chunk in _batches(short, step, heads, kv_heads)]
     by_size: dict[tuple[int, int], list[_Item]] = {}
     for item in long:
         by_size.setdefault((_up(item.tokens, _width(item.tokens)), item.first_position), []).append(item)
-    groups += [(size, chunk) for (size, _), items in by_size.items() for chunk in _batches(items, size, heads)]
+    groups += [
+        (size, chunk) for (size, _), items in by_size.items() for chunk in _batches(items, size, heads, kv_heads)
+    ]
     blocks, output_rows, base = [], torch.empty(token * heads, dtype=torch.int64), 0
     for tokens, items in groups:
         block, answers, rows = _block(items, tokens, heads, kv_heads, windows, key_rows)
@@ -187,7 +189,8 @@ def _width(tokens: int) -> int:
     return max(QUANTUM, 1 << max(0, tokens.bit_length() - 4))
 
 
-def _batches(items: list[_Item], tokens: int, heads: int) -> list[list[_Item]]:
+def _batches(items: list[_Item], tokens: int, heads: int, kv_heads: int) -> list[list[_Item]]:
     items = sorted(items, key=lambda item: -(item.first_position + item.tokens))
-    size = max(1, BLOCK_SCORES // (_up(tokens, QUANTUM) * heads * TILE))
+    rows = kv_heads * _up(tokens * (heads // kv_heads), QUANTUM)
+    size = max(1, BLOCK_SCORES // (rows * TILE))
     return [items[start : start + size] for start in range(0, len(items), size)]
