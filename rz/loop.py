@@ -93,10 +93,10 @@ async def train(
             the params of the last publish.
         update: (state, batch) to (state one version later, metrics). Blocking; in a thread if overlap_steps > 0.
         publish_params: what the engine gets of a state. The last exact_lag + 1 of them are kept.
-        audit: (params, responses) to what it replayed of them. Called once an update, before the publish, with the
-            params that the engine serves, and the responses that gained tokens since its last call, each with the place
-            of the first of these; they are all of engine.version, and it may replay them and no others. So every token
-            of every consumed response is seen exactly once, under its own weights.
+        audit: (params, responses) to what it replayed of them. Called after each update for which the engine made a
+            step, before the publish, with the params that the engine serves, and the responses that gained tokens since
+            its last call, each with the place of the first of these; they are all of engine.version, and it may replay
+            them and no others. So every token of every consumed response is seen exactly once, under its own weights.
         on_update: called after each update and its publish.
         on_response: called with each response as it finishes, before its reward is known, in an order that repeats.
         on_end: called however the run ends, with a function that makes the snapshot of its last publish.
@@ -181,7 +181,9 @@ async def train(
             state, groups, left_out, batch, metrics = await under_way
             under_way = None
             with _timed(seconds, "audit"):
-                counts = (0, 0) if audit is None else _audited(audit, params[0], engine, unaudited, seen, replays)
+                counts = (0, 0)
+                if audit is not None and steps:
+                    counts = _audited(audit, params[0], engine, unaudited, seen, replays)
                 unaudited.clear()
             for group in (*groups, *left_out):
                 del prompts[group.prompt.index]

@@ -267,10 +267,11 @@ def test_an_update_that_does_not_raise_the_version_by_one_is_an_error():
 def test_audit_sees_every_token_once_under_its_own_version(mode, slots):
     overlap = mode.get("overlap_steps", 0)
     mode = {name: value for name, value in mode.items() if name != "overlap_steps"}
-    engine, seen = ScriptedEngine(uneven, version=1), []
+    engine, seen, calls = ScriptedEngine(uneven, version=1), [], []
 
     def audit(params, grown):
         assert params["version"] == engine.version  # before the publish
+        calls.append(engine.version)
         found = {}
         for rollout, first in grown:
             now = torch.arange(first, len(rollout.response_ids))
@@ -290,6 +291,7 @@ def test_audit_sees_every_token_once_under_its_own_version(mode, slots):
         for place, version in enumerate(rollout.policy_versions.tolist())
     ]
     assert sorted(seen) == sorted(used)
+    assert len(calls) == sum(record.engine_steps > 0 for record in records)  # else there is nothing new to see
     assert sum(record.metrics["audited_tokens"] for record in records) == len(used)
     # this audit finds the last token of each finished response differing; each is passed so once
     assert sum(record.metrics["differing_tokens"] for record in records) == len(consumed(records))
