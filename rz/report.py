@@ -1,5 +1,6 @@
 """What a run writes: metrics.jsonl, rollouts.jsonl, TensorBoard events, live progress and a plot."""
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -91,10 +92,15 @@ def read_rollouts(run: Path) -> Iterator[Rollout]:
                 raise ValueError(f"{path}:{number} must be a response as rz writes it, got {error!r}") from None
 
 
+def each_metrics(run: Path) -> Iterator[dict[str, Any]]:
+    """metrics.jsonl of a run, one object an update, one at a time: a long run's are hundreds of megabytes."""
+    with (run / METRICS).open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl of a run, one object an update."""
-    with (run / METRICS).open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+    return list(each_metrics(run))
 
 
 def write_config(run: Path, values: Mapping[str, Any]) -> None:
@@ -112,6 +118,13 @@ def read_config(run: Path) -> dict[str, Any]:
 
 def _is_nonfinite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def _summary(values: Mapping[str, float]) -> Any:
+    """Scalars as one TensorBoard event, as a hundred events take seven times as long."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    return Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
 
 
 class Log:
@@ -147,9 +160,8 @@ class Log:
         pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
         known = lambda reward: None if _is_nonfinite(reward) else reward
         self._write(ROLLOUTS, (rollout_line(rollout, known(reward), version - 1) for rollout, reward in pairs))
-        for name, value in metrics.items():
-            if not _is_nonfinite(value):
-                self._events.add_scalar(name, value, version)
+        finite = {name: value for name, value in metrics.items() if not _is_nonfinite(value)}
+        self._events.file_writer.add_summary(_summary(finite), version)
 
     def unused(self, rollouts: Iterable[Rollout]) -> None:
         """Write the responses that finished but were not consumed when the run ended."""
@@ -241,10 +253,11 @@ def plot(run: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    metrics = read_metrics(run)
+    shown = (("reward_mean",), ("ess", "ratio_max"), ("k1", "k3"), ("lag_mean", "lag_max"))
+    wanted = {"policy_version", "accuracy", "differing_tokens", "audited_tokens", *itertools.chain(*shown)}
+    metrics = [{name: line[name] for name in wanted & line.keys()} for line in each_metrics(run)]
     axis = [line["policy_version"] for line in metrics]
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
-    shown = (("reward_mean",), ("ess", "ratio_max"), ("k1", "k3"), ("lag_mean", "lag_max"))
     for place, names in zip(axes.flat, shown, strict=True):
         for name in names:
             place.plot(axis, [line[name] for line in metrics], label=name, linewidth=1)

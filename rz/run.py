@@ -164,7 +164,7 @@ def _train(
     folder, first = config.out, start.state.version
     log = report.Log(folder, places=None if saved is None else saved.extra["logs"], version=first)
     progress = report.Progress(config.updates, first)
-    totals = report.Totals(report.read_metrics(folder))
+    totals = report.Totals(report.each_metrics(folder))
     stop, latest = asyncio.Event(), [start.state]
     due: list[bool] = [False]  # a checkpoint is, at the next update with a publish
     unused = {  # finished, not consumed by an update yet

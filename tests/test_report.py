@@ -84,7 +84,11 @@ def test_the_log_holds_one_line_an_update_from_the_moment_it_is_made(tmp_path):
     lines = [json.loads(text) for text in (tmp_path / report.ROLLOUTS).read_text().splitlines()]
     assert [(one["consumed_at"], one["reward"]) for one in lines] == [(4, 0.0), (4, 1.0), (5, 0.0), (5, 1.0)]
     log.close()
-    assert any((tmp_path / "tensorboard").iterdir())
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == list(line(5))
+    assert [(one.step, one.value) for one in events.Scalars("policy_version")] == [(5, 5.0), (6, 6.0)]
 
 
 def test_settings_read_back(tmp_path):
