@@ -34,6 +34,7 @@ from rz.config import DTYPES, TrainConfig  # noqa: E402
 from rz.demo import DemoConfig  # noqa: E402
 from rz.kills import KillsCommand  # noqa: E402
 from rz.prove import ProveConfig  # noqa: E402
+from rz.soak import SoakConfig  # noqa: E402
 
 
 def _print(values: dict[str, Any], as_json: bool, title: str) -> None:
@@ -234,6 +235,14 @@ def _kills(command: KillsCommand) -> int:
     return 1 if values["differing"] else 0
 
 
+def _soak(config: SoakConfig) -> int:
+    from rz.soak import rows, soak
+
+    summary = soak(config)
+    _print(summary if config.json else rows(summary), config.json, "rz experiment soak")
+    return 1 if summary["differing_tokens"] else 0
+
+
 def _smollm2(command: Smollm2Command) -> int:
     from rz.models.make import make_smollm2
     from rz.report import new_run_folder
@@ -266,6 +275,7 @@ RUN = {
     BenchLearnerCommand: _bench_learner,
     ProveConfig: _prove,
     KillsCommand: _kills,
+    SoakConfig: _soak,
     Smollm2Command: _smollm2,
     TinyCommand: _tiny,
 }
@@ -308,6 +318,7 @@ def main(arguments: list[str] | None = None) -> None:
         (bench, "async", BenchAsyncCommand),
         (bench, "step", BenchStepCommand),
         (experiment, "kills", KillsCommand),
+        (experiment, "soak", SoakConfig),
         (model, "smollm2", Smollm2Command),
         (model, "tiny", TinyCommand),
     ):
