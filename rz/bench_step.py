@@ -17,7 +17,7 @@ WARM = 5  # updates of a round that are not counted
 def bench_step(
     *, layers: int, hidden_size: int, responses: int, tokens: int, max_lag: int, engine: str, updates: int, rounds: int
 ) -> dict[str, Any]:
-    """Responses per second of rz.run.run on two-digit sums, with a random Qwen3 model: most responses are of full length.
+    """Responses per second of rz.run.run on two-digit sums, with a random Qwen3 model: most responses are full length.
 
     Args:
         responses: of an update, in groups of 8.  tokens: of a response, at most.
