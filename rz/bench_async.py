@@ -34,8 +34,10 @@ SETTLE = 4  # updates at the start of a round that are not timed, and beside the
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"max_lag": 0},
     "turns": {},
-    "thread": {"overlap_steps": 8},
-    "process": {"overlap_steps": 8, "engine_process": True},
+    "thread": {"overlap_steps": 16},
+    "process": {"overlap_steps": 16, "engine_process": True},
+    "process_2": {"overlap_steps": 16, "engine_process": True, "publish_every": 2},
+    "process_4": {"overlap_steps": 16, "engine_process": True, "publish_every": 4},
 }
 
 

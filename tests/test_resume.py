@@ -70,6 +70,25 @@ def stop_at(version, config):
     assert rows["updates"] == version
 
 
+@pytest.mark.parametrize(
+    "change", [{}, {"engine_process": True}, {"slow": True}], ids=["again", "engine process", "slow rewards"]
+)
+def test_the_same_run_twice_is_the_same_bit_for_bit(model, tmp_path, change):
+    """Asynchronous and overlapping; nor does it matter where the engine runs, or how long a reward takes."""
+    first = config_of(model, tmp_path / "first", "plain", "beside")
+    run(first, *tasks(first))
+
+    class Slow(Anything):
+        def score(self, prompt, response_ids):
+            time.sleep(0.03 * (prompt.index % 3))
+            return super().score(prompt, response_ids)
+
+    task = Slow(seed=first.seed) if change.pop("slow", False) else tasks(first)[0]
+    second = attrs.evolve(first, out=tmp_path / "second", **change)
+    run(second, task, None)
+    assert outcome(second.out) == outcome(first.out)
+
+
 def test_killed_at_random_moments(model):
     values = kills.kills(engine="plain", count=18, seed=1)
     assert values["kills"] == 18 and values["differing"] == 0
