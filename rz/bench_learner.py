@@ -98,8 +98,8 @@ def _memory(field: str) -> float:
 
 
 def work(kind: str, folder: str, dtype: str, sequences: str, length: str) -> None:
-    """A worker process: for each round number on standard input, one line with the seconds of a pass, its loss, and the
-    peak memory in MB so far above what was held before the first pass."""
+    """A worker process: for each round number on standard input, one line with the seconds of a pass, its seconds of
+    processor time, its loss, and the peak memory in MB so far above what was held before the first pass."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to standard error
     step = LEARNERS[kind](Path(folder), DTYPES[dtype])
@@ -108,11 +108,12 @@ def work(kind: str, folder: str, dtype: str, sequences: str, length: str) -> Non
     held, repeats = _memory("VmRSS"), 1
     for line in sys.stdin:
         batch = whole_sequences(int(line), sequences=int(sequences), length=int(length), vocabulary=vocabulary)
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         for _ in range(repeats):
             loss = step(batch)
         seconds = (time.perf_counter() - began) / repeats
-        print(seconds, loss, _memory("VmHWM") - held, file=answer, flush=True)
+        cpu_seconds = (time.process_time() - cpu_began) / repeats
+        print(seconds, cpu_seconds, loss, _memory("VmHWM") - held, file=answer, flush=True)
         if int(line) == 1:
             repeats = max(1, math.ceil(SHORTEST / seconds))
 
@@ -122,25 +123,30 @@ def _case(folder: Path, dtype: str, sequences: int, length: int, rounds: int) ->
         kind: start_worker("rz.bench_learner", kind, str(folder), dtype, str(sequences), str(length))
         for kind in LEARNERS
     }
-    seconds: dict[str, list[float]] = {kind: [] for kind in LEARNERS}
+    seconds, cpu_seconds = ({kind: [] for kind in LEARNERS} for _ in range(2))
     losses, memory = {}, {}
     try:
         for number in range(rounds + 2):  # 0 and 1 are warm-up
             for kind in LEARNERS if number % 2 else reversed(LEARNERS):
-                time_taken, losses[kind], memory[kind] = map(float, ask(workers[kind], number).split())
+                taken, busy, losses[kind], memory[kind] = map(float, ask(workers[kind], number).split())
                 if number > 1:
-                    seconds[kind].append(time_taken)
+                    seconds[kind].append(taken)
+                    cpu_seconds[kind].append(busy)
             if abs(losses["rz"] - losses["transformers"]) > 0.02:
                 raise RuntimeError(f"losses of both must agree in round {number}, got {losses}")
     finally:
         for worker in workers.values():
             worker.kill()
             worker.wait()
-    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    medians, cpu = (
+        {kind: statistics.median(values) for kind, values in times.items()} for times in (seconds, cpu_seconds)
+    )
     return {
         "ratio": medians["rz"] / medians["transformers"],
+        "cpu_ratio": cpu["rz"] / cpu["transformers"],
         "memory_ratio": memory["rz"] / memory["transformers"],
         **{f"{kind}_seconds": value for kind, value in medians.items()},
+        **{f"{kind}_cpu_seconds": value for kind, value in cpu.items()},
         **{f"{kind}_{name.__name__}": name(values) for kind, values in seconds.items() for name in (min, max)},
         **{f"{kind}_peak_mb": value for kind, value in memory.items()},
     }
@@ -158,8 +164,9 @@ def bench_learner(
         dtype: "float32" or "bfloat16"; None: DEFAULT_DTYPES.
         tokens: of a pass, >= the longest length; tokens // length sequences of equal length make one.
         rounds: >= 1.
-    Returns: cases, each with ratio (seconds of a pass of rz / transformers, medians over rounds), memory_ratio of the
-        peaks above what each held before its first pass, and what they are made of; and threads.
+    Returns: cases, each with ratio (seconds of a pass of rz / transformers, medians over rounds), cpu_ratio (of
+        processor time, which other work on the machine disturbs less), memory_ratio of the peaks above what each held
+        before its first pass, and what they are made of; and threads.
     Raises: ValueError for a number out of range; RuntimeError if a worker dies, or their losses disagree.
     """
     if not lengths or min(lengths) < 2:

@@ -16,6 +16,7 @@ def test_both_learners_are_measured_and_agree():
             assert 0 < case[f"{kind}_min"] <= case[f"{kind}_seconds"] <= case[f"{kind}_max"]
             assert case[f"{kind}_peak_mb"] > 0
         assert case["ratio"] == case["rz_seconds"] / case["transformers_seconds"]
+        assert case["cpu_ratio"] == case["rz_cpu_seconds"] / case["transformers_cpu_seconds"]
         assert case["memory_ratio"] == case["rz_peak_mb"] / case["transformers_peak_mb"]
 
 
