@@ -33,6 +33,7 @@ from rz.commands import (  # noqa: E402
 from rz.config import DTYPES, TrainConfig  # noqa: E402
 from rz.demo import DemoConfig  # noqa: E402
 from rz.kills import KillsCommand  # noqa: E402
+from rz.lag import LagConfig  # noqa: E402
 from rz.prove import ProveConfig  # noqa: E402
 from rz.soak import SoakConfig  # noqa: E402
 
@@ -243,6 +244,14 @@ def _soak(config: SoakConfig) -> int:
     return 1 if summary["differing_tokens"] else 0
 
 
+def _lag(config: LagConfig) -> int:
+    from rz.lag import lag, rows
+
+    summary = lag(config, show=lambda text: print(text, file=sys.stderr, flush=True))
+    _print(summary if config.json else rows(summary), config.json, "rz experiment lag: reward of the last policy")
+    return 0
+
+
 def _smollm2(command: Smollm2Command) -> int:
     from rz.models.make import make_smollm2
     from rz.report import new_run_folder
@@ -276,6 +285,7 @@ RUN = {
     ProveConfig: _prove,
     KillsCommand: _kills,
     SoakConfig: _soak,
+    LagConfig: _lag,
     Smollm2Command: _smollm2,
     TinyCommand: _tiny,
 }
@@ -319,6 +329,7 @@ def main(arguments: list[str] | None = None) -> None:
         (bench, "step", BenchStepCommand),
         (experiment, "kills", KillsCommand),
         (experiment, "soak", SoakConfig),
+        (experiment, "lag", LagConfig),
         (model, "smollm2", Smollm2Command),
         (model, "tiny", TinyCommand),
     ):

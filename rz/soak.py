@@ -55,14 +55,19 @@ def train_config(out: Path, settings: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(**{"max_tokens": TOKENS, "max_length": LENGTH} | dict(settings["train"]) | fixed)
 
 
-def warmed(folder: Path, sizes: Mapping[str, int], *, accuracy: float, seed: int) -> float:
-    """Write a Qwen3 of these sizes that answers this part of the held-out sums right; returns the part reached."""
+def warmed(folder: Path, sizes: Mapping[str, int], *, accuracy: float, seed: int, **questions: Any) -> float:
+    """Write a Qwen3 of these sizes that answers this part of the sums right; returns the part reached.
+
+    Args:
+        questions: digits and split, as rz.demo.warm_up; two digits, held out.
+    """
     random = folder.with_name(folder.name + "-random")
     shutil.rmtree(random, ignore_errors=True)
     make_tiny(random, vocab_size=len(Arithmetic.tokenizer), seed=seed, **sizes)
     model = load_config(random)
     show = lambda step, loss, right: step % 200 or print(f"warm-up step {step}  right {right:.3f}", flush=True)
-    params, reached = warm_up(load_params(random, model), model, accuracy=accuracy, seed=seed, show=show)
+    params = load_params(random, model)
+    params, reached = warm_up(params, model, accuracy=accuracy, seed=seed, show=show, **questions)
     save_checkpoint(folder, params, model, source=random)
     return reached
 

@@ -1,8 +1,10 @@
 """Rollouts by real vLLM, in this process, with rz's forward inside."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,23 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+def own_model() -> dict[str, Any]:
+    """The settings of vllm.LLM under which it runs rz's forward; weights come by `write_own`."""
+    from vllm import ModelRegistry
+
+    from rz.engine.vllm_model import ARCHITECTURE, RzForCausalLM
+
+    ModelRegistry.register_model(ARCHITECTURE, RzForCausalLM)
+    return {"load_format": "dummy", "hf_overrides": {"architectures": [ARCHITECTURE]}}
+
+
+@torch.no_grad()
+def write_own(model: Any, params: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
+    """Copy float32 masters into a loaded RzForCausalLM, cast as the learner casts them."""
+    for name, value in compute_params(params, dtype=dtype).items():
+        model.own[name].copy_(value)
 
 
 class VllmEngine:
@@ -41,6 +60,8 @@ class VllmEngine:
         cache_tokens: size of the paged cache, at least max_length; None: enough that nothing is ever preempted.
         block_size: of the cache, a multiple of 32.
         prefix_caching: reuse equal prefixes under the same weights.
+        model, write: settings of vllm.LLM that choose its model, and how weights get into that: rz's forward, unless
+            rz.engine.stock says otherwise.
     Attributes: cached_tokens, the prompt tokens that came from the prefix cache, over all responses.
     Raises: ValueError naming the field, the rule and the value.
     """
@@ -59,6 +80,8 @@ class VllmEngine:
         block_size: int = 128,
         prefix_caching: bool = True,
         version: int = 0,
+        model: Callable[[], dict[str, Any]] = own_model,
+        write: Callable[..., None] = write_own,
     ) -> None:
         check_sizes(config, slots=slots, max_length=max_length, step_tokens=step_tokens)
         if step_tokens < slots:
@@ -73,25 +96,22 @@ class VllmEngine:
         blocks = slots * blocks if cache_tokens is None else cache_tokens // block_size
         check_params(params, config)
         os.environ.update(ENVIRONMENT)
-        from vllm import LLM, ModelRegistry, SamplingParams, TokensPrompt
+        from vllm import LLM, SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        from rz.engine.vllm_model import ARCHITECTURE, RzForCausalLM, SeededSampler
+        from rz.engine.vllm_model import SeededSampler
 
         self._make_prompt = TokensPrompt
         self._make_sampling = lambda **settings: SamplingParams(
             detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA, **settings
         )
-        ModelRegistry.register_model(ARCHITECTURE, RzForCausalLM)
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         self._llm = LLM(
             str(folder),
             skip_tokenizer_init=True,
-            load_format="dummy",
             dtype=dtype,
             enforce_eager=True,
             async_scheduling=False,
-            hf_overrides={"architectures": [ARCHITECTURE]},
             max_model_len=max_length,
             max_num_seqs=slots,
             max_num_batched_tokens=step_tokens,
@@ -103,6 +123,7 @@ class VllmEngine:
             disable_log_stats=True,
             generation_config="vllm",
             seed=0,
+            **model(),
         ).llm_engine
         torch.set_num_threads = set_threads  # vLLM's worker puts one that does nothing in its place
         torch.set_num_threads(threads)
@@ -110,7 +131,7 @@ class VllmEngine:
         runner = getattr(worker, "worker", worker).model_runner
         runner.sampler = self._sampler = SeededSampler(runner)
         self._model = runner.model
-        self._dtype = dtype
+        self._write = partial(write, self._model, dtype=dtype)
         self._shapes = {name: value.shape for name, value in params.items()}
         self._records: dict[tuple[int, int], Record] = {}
         self.config, self.max_length, self.version, self.cached_tokens = config, max_length, version - 1, 0
@@ -154,9 +175,7 @@ class VllmEngine:
     def publish(self, params: Mapping[str, Tensor], version: int) -> None:
         llm = self._open()
         check_publish(self._shapes, params, self.version, version)
-        with torch.no_grad():
-            for name, value in compute_params(params, dtype=self._dtype).items():
-                self._model.own[name].copy_(value)
+        self._write(params)
         # A token must be a function of (weights, prefix): every prefix is computed anew under the new weights.
         llm.reset_prefix_cache(reset_running_requests=True)
         self.version = version
@@ -181,7 +200,7 @@ class VllmEngine:
         if self._llm is not None:
             self.abort(list(self._records))
             self._llm.engine_core.shutdown()
-            self._llm = self._model = self._sampler = None
+            self._llm = self._model = self._write = self._sampler = None
 
     def _open(self):
         if self._llm is None:
