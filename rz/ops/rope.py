@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rz.ops import device
+
 
 def _need(scaling: Mapping[str, Any], name: str) -> float:
     if not isinstance(value := scaling.get(name), int | float) or not value > 0:
@@ -115,6 +117,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     expected = (x.shape[0], x.shape[-1] // 2)
     if cos.shape != expected or sin.shape != expected:
         raise ValueError(f"cos and sin must be {list(expected)}, got {list(cos.shape)} and {list(sin.shape)}")
+    if device.has_kernels(x):
+        from rz.ops import triton_rope
+
+        return triton_rope.Rope.apply(x, cos, sin)
     first, second = x.float().chunk(2, -1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from rz.ops import device
+
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
@@ -41,4 +43,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must have an even last axis, got {list(gate_up.shape)}")
+    if device.has_kernels(gate_up):
+        from rz.ops import triton_swiglu
+
+        return triton_swiglu.SwiGlu.apply(gate_up)
     return _SwiGlu.apply(gate_up)
