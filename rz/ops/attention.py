@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from rz.ops import device
 from rz.ops.attention_plan import QUANTUM, Block, Plan, Tile, make_plan
 
 LOWEST = -3.0e38  # stands for the maximum of no scores
@@ -143,6 +144,7 @@ class WholeSequences:
             raise ValueError(f"lengths must be at least one, each >= 1, got {list(lengths)}")
         self.lengths = tuple(lengths)
         self._plans: dict[tuple[int, int, int | None], Plan] = {}
+        self._kernel_plan = None
 
     def _plan(self, heads: int, kv_heads: int, window: int | None) -> Plan:
         key = (heads, kv_heads, window)
@@ -177,6 +179,12 @@ class WholeSequences:
         """
         if q.shape[0] != sum(self.lengths):
             raise ValueError(f"q must have {sum(self.lengths)} tokens, got {q.shape[0]}")
+        if device.has_kernels(q):
+            from rz.ops import triton_attention, triton_whole
+
+            if self._kernel_plan is None:
+                self._kernel_plan = triton_attention.whole_plan(self.lengths, q.device)
+            return triton_whole.whole_attention(q, k, v, self._kernel_plan, window=window)
         return _WholeAttention.apply(q, k, v, self._plan(q.shape[1], k.shape[1], window), window)[0]
 
 
@@ -205,6 +213,10 @@ def paged_plan(
     windows: Sequence[int | None],
 ) -> Plan:
     """Plan attention over a paged cache: as make_plan, with block_table [sequences, blocks] of cache block numbers."""
+    if device.has_kernels(block_table):
+        from rz.ops import triton_attention
+
+        return triton_attention.paged_plan(query_lengths, sequence_lengths, block_table, block_size=block_size)
     table = block_table.long()
 
     def key_rows(sequence: Tensor, position: Tensor) -> Tensor:
@@ -233,6 +245,10 @@ def paged_attention(q: Tensor, cache: Tensor, plan: Plan, *, window: int | None)
     Returns: [N, H, D] in the dtype of q.
     Gradient: none.
     """
+    if device.has_kernels(q):
+        from rz.ops import triton_attention
+
+        return triton_attention.paged_attention(q, cache, plan, window=window)
     width = q.shape[-1]
     rows = cache.view(-1, 2 * width)
 

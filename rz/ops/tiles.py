@@ -76,6 +76,24 @@ def attention_tile(device_class: str, width: int, dtype: torch.dtype) -> Tile:
     return _by_width(ATTENTION[device_class][dtype == torch.float32], width)
 
 
+# As ATTENTION, for the backward, whose tiles may be others.
+_SINGLE_BACKWARD = (Tile(16, 16, 64, 4, 1), Tile(16, 16, 128, 4, 1), Tile(16, 16, 256, 8, 1))
+_BACKWARD = ((Tile(32, 32, 64, 4, 2), Tile(32, 32, 128, 4, 1), Tile(32, 32, 256, 8, 1)), _SINGLE_BACKWARD)
+ATTENTION_BACKWARD = {
+    "sm_80": _BACKWARD,
+    "sm_90": ((Tile(64, 64, 64, 4, 2), Tile(64, 64, 128, 8, 2), Tile(32, 32, 256, 8, 1)), _SINGLE_BACKWARD),
+    "sm_100": ((Tile(64, 64, 64, 4, 2), Tile(64, 64, 128, 8, 2), Tile(32, 32, 256, 8, 1)), _SINGLE_BACKWARD),
+    "gfx942": _BACKWARD,
+    "gfx950": _BACKWARD,
+    INTERPRETER: ATTENTION[INTERPRETER],
+}
+
+
+def attention_backward_tile(device_class: str, width: int, dtype: torch.dtype) -> Tile:
+    """The tile of the gradient of attention over heads of `width` elements of dtype."""
+    return _by_width(ATTENTION_BACKWARD[device_class][dtype == torch.float32], width)
+
+
 def _by_width(tiles: tuple[Tile, ...], width: int) -> Tile:
     return next(tile for tile in tiles if width <= tile.k)
 

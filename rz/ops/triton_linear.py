@@ -69,9 +69,9 @@ def product_to_x(grad: Tensor, weight: Tensor) -> Tensor:
     return opaque(run, grad, weight)
 
 
-def product_to_weight(grad: Tensor, x: Tensor) -> Tensor:
-    """grad [N, M].T @ x [N, K] -> [M, K], all of one dtype; zeros for N = 0."""
+def product_to_weight(grad: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """grad [N, M].T @ x [N, K], of one dtype, -> [M, K] in dtype, or in theirs; zeros for N = 0."""
     run = lambda grad, x: _run(
-        grad, x, None, (grad.shape[1], x.shape[1]), grad.dtype, a_transposed=True, b_transposed=True
+        grad, x, None, (grad.shape[1], x.shape[1]), dtype or grad.dtype, a_transposed=True, b_transposed=True
     )
     return opaque(run, grad, x)
