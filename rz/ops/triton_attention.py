@@ -9,6 +9,7 @@ from torch import Tensor
 from rz.kernels.attention import attend, combine
 from rz.ops.device import device_class
 from rz.ops.launch import Launch, aligned, cdiv
+from rz.ops.segments import segment_tiles
 from rz.ops.tiles import attention_tile, split_keys
 
 ONE_PAGE = 1 << 30  # a whole sequence is one page that never ends
@@ -39,12 +40,8 @@ class KernelPlan:
         return self.key_counts.shape[0]
 
     def tiles(self, tile_tokens: int) -> tuple[Tensor, Tensor]:
-        """([T] int32 sequence of each tile of query tokens, [S] int32 first tile of each sequence), without a wait for
-        the device: T is a bound, and tiles past the last belong to sequence S, which is none."""
-        counts = (self.query_starts.diff() + (tile_tokens - 1)) // tile_tokens
-        ends = counts.cumsum(0, dtype=torch.int32)
-        tile = torch.arange(cdiv(self.tokens, tile_tokens) + self.sequences, dtype=torch.int32, device=ends.device)
-        return torch.searchsorted(ends, tile, right=True, out_int32=True), (ends - counts).contiguous()
+        """Of query tokens, as segment_tiles returns them."""
+        return segment_tiles(self.query_starts.diff(), self.tokens, tile_tokens)
 
 
 def whole_plan(lengths: Sequence[int], device: torch.device) -> KernelPlan:
