@@ -8,7 +8,7 @@ binary and the folds are explicit fma, so both ways give the same bits.
 
 import triton
 import triton.language as tl
-from rz.kernels.numbers import LOWEST, dot, fold, narrow
+from rz.kernels.numbers import LOWEST, dot, fold, is_seen, narrow
 
 
 @triton.jit
@@ -49,9 +49,7 @@ def split_partial(
         row = page * page_rows + (real % page_size) * position_rows + first_row
         keys = load_rows(k + row[None, :] * WIDTH + d[:, None], (d < WIDTH)[:, None], WIDTH == BLOCK_D)
         scores = dot(queries, keys, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)) * scale
-        seen = key[None, :] <= position[:, None]
-        if WINDOW:
-            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        seen = is_seen(position[:, None] - key[None, :], WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp(scores - new[:, None])

@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from rz.kernels.numbers import dot, narrow
+from rz.kernels.numbers import dot, is_seen, narrow
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -56,9 +56,7 @@ def attention_to_queries(
         keys = tl.load(k + place[:, None] * WIDTH + d[None, :], mask=(d < WIDTH)[None, :], other=0.0)
         values = tl.load(v + place[:, None] * WIDTH + d[None, :], mask=(d < WIDTH)[None, :], other=0.0)
         zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        seen = key[None, :] <= token[:, None]
-        if WINDOW:
-            seen = seen & (key[None, :] > token[:, None] - WINDOW)
+        seen = is_seen(token[:, None] - key[None, :], WINDOW)
         scores = tl.where(seen, dot(queries, tl.trans(keys), zeros) * scale - logs[:, None], float("-inf"))
         to_scores = tl.exp(scores) * (dot(above, tl.trans(values), zeros) - dots[:, None])
         result = dot(narrow(to_scores, keys.dtype), keys, result)
@@ -118,9 +116,7 @@ def attention_to_keys(
         logs = tl.load(lse + row, mask=valid, other=0.0)
         dots = tl.load(delta + row, mask=valid, other=0.0)
         zeros = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        seen = (key[:, None] <= token[None, :]) & valid[None, :]
-        if WINDOW:
-            seen = seen & (key[:, None] > token[None, :] - WINDOW)
+        seen = is_seen(token[None, :] - key[:, None], WINDOW) & valid[None, :]
         scores = tl.where(seen, dot(keys, tl.trans(queries), zeros) * scale - logs[None, :], float("-inf"))
         weights = tl.exp(scores)
         sum_v = dot(narrow(weights, above.dtype), above, sum_v)

@@ -54,6 +54,7 @@ def gemm(
     rows,
     inner,
     ROWS: tl.constexpr,  # rows where they are a size of the model, 0 where they are a number of tokens
+    INNER: tl.constexpr,  # inner likewise
     COLUMNS: tl.constexpr,
     A_ROW: tl.constexpr,
     A_INNER: tl.constexpr,
@@ -68,6 +69,8 @@ def gemm(
     """out = a @ b + bias, rounded once to the dtype of out."""
     if ROWS:
         rows = ROWS
+    if INNER:
+        inner = INNER
     row_tile, column_tile = tile_place(tl.program_id(0), rows, COLUMNS, BLOCK_M, BLOCK_N, GROUP)
     i = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     j = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)

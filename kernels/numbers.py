@@ -30,6 +30,14 @@ def dot(a, b, accumulator):
 
 
 @triton.jit
+def is_seen(distance, WINDOW: tl.constexpr):
+    """Whether a query sees a key `distance` positions before it; WINDOW latest keys, the own included, 0 = all."""
+    if WINDOW:
+        return distance.to(tl.uint32, bitcast=True) < WINDOW  # one comparison: a negative distance is a large number
+    return distance >= 0
+
+
+@triton.jit
 def fold(top, total, out, other_top, other_total, other_out):
     """Two partial softmax results in this order. The sums are written as fma, so that every caller has these bits."""
     new = tl.maximum(top, other_top)

@@ -22,6 +22,7 @@ from rz.commands import (  # noqa: E402
     AuditCommand,
     BenchRolloutCommand,
     EvalCommand,
+    KernelsCommand,
     Smollm2Command,
     TinyCommand,
     VerifyCommand,
@@ -121,6 +122,18 @@ def _verify(command: VerifyCommand) -> int:
     return 0 if all(result.passed for result in results.values()) else 1
 
 
+def _kernels(command: KernelsCommand) -> int:
+    from rz.kernel_table import kernel_table
+    from rz.ops.tiles import TARGETS
+
+    rows = kernel_table(TARGETS if command.target == "all" else [command.target], processes=command.processes)
+    if command.json:
+        print(json.dumps({"kernels": [attrs.asdict(row) | {"fits": row.fits} for row in rows]}))
+    else:
+        _print({row.name: str(row) for row in rows}, False, "rz kernels")
+    return 0 if all(row.fits for row in rows) else 1
+
+
 def _eval(command: EvalCommand) -> int:
     from rz.evaluate import evaluate
     from rz.models.hf import load_config, load_params
@@ -191,6 +204,7 @@ RUN = {
     TrainConfig: _train,
     AuditCommand: _audit,
     VerifyCommand: _verify,
+    KernelsCommand: _kernels,
     EvalCommand: _eval,
     BenchRolloutCommand: _bench,
     ProveConfig: _prove,
@@ -227,6 +241,7 @@ def main(arguments: list[str] | None = None) -> None:
         (app, "train", TrainConfig),
         (app, "audit", AuditCommand),
         (app, "verify", VerifyCommand),
+        (app, "kernels", KernelsCommand),
         (app, "eval", EvalCommand),
         (app, "prove", ProveConfig),
         (bench, "rollout", BenchRolloutCommand),

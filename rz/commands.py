@@ -38,6 +38,23 @@ class VerifyCommand:
 
 
 @attrs.frozen(kw_only=True)
+class KernelsCommand:
+    """Compile every Triton kernel with every tile ahead of time; list registers, spills and shared memory.
+
+    No device has to be there. Exit status 1 if one spills or needs more shared memory than the device has.
+
+    Args:
+        target: device class; sm_80 also serves other NVIDIA devices.
+        processes: that compile at once.
+        json: print one JSON object.
+    """
+
+    target: Literal["sm_80", "sm_90", "sm_100", "gfx942", "gfx950", "all"] = "all"
+    processes: int = 2
+    json: bool = False
+
+
+@attrs.frozen(kw_only=True)
 class EvalCommand:
     """Accuracy of a checkpoint on held-out questions of a task, with its 95% confidence interval.
 

@@ -27,7 +27,7 @@ class Tile:
 
 # class: (16-bit from WIDE_COLUMNS outputs, 16-bit below, float32)
 GEMM = {
-    "sm_80": (Tile(128, 128, 32, 8, 4), Tile(64, 64, 64, 4, 4), Tile(64, 64, 32, 4, 3)),
+    "sm_80": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4), Tile(64, 64, 32, 4, 3)),
     "sm_90": (Tile(128, 128, 64, 8, 4), Tile(64, 64, 64, 4, 4), Tile(64, 64, 32, 4, 3)),
     "sm_100": (Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 4, 4), Tile(64, 64, 32, 4, 3)),
     "gfx942": (Tile(128, 128, 64, 4, 2), Tile(64, 64, 64, 4, 2), Tile(64, 64, 32, 4, 2)),
@@ -78,13 +78,19 @@ def attention_tile(device_class: str, width: int, dtype: torch.dtype) -> Tile:
 
 # As ATTENTION, for the backward, whose tiles may be others.
 _SINGLE_BACKWARD = (Tile(16, 16, 64, 4, 1), Tile(16, 16, 128, 4, 1), Tile(16, 16, 256, 8, 1))
-_BACKWARD = ((Tile(32, 32, 64, 4, 2), Tile(32, 32, 128, 4, 1), Tile(32, 32, 256, 8, 1)), _SINGLE_BACKWARD)
+_AMD_BACKWARD = (
+    (Tile(32, 32, 64, 4, 2), Tile(32, 32, 128, 4, 1), Tile(16, 32, 256, 4, 1)),
+    (Tile(16, 16, 64, 4, 1), Tile(16, 16, 128, 4, 1), Tile(16, 16, 256, 4, 1)),
+)
 ATTENTION_BACKWARD = {
-    "sm_80": _BACKWARD,
+    "sm_80": ((Tile(32, 32, 64, 4, 2), Tile(64, 64, 128, 8, 1), Tile(32, 32, 256, 8, 1)), _SINGLE_BACKWARD),
     "sm_90": ((Tile(64, 64, 64, 4, 2), Tile(64, 64, 128, 8, 2), Tile(32, 32, 256, 8, 1)), _SINGLE_BACKWARD),
-    "sm_100": ((Tile(64, 64, 64, 4, 2), Tile(64, 64, 128, 8, 2), Tile(32, 32, 256, 8, 1)), _SINGLE_BACKWARD),
-    "gfx942": _BACKWARD,
-    "gfx950": _BACKWARD,
+    "sm_100": (
+        (Tile(64, 64, 64, 4, 2), Tile(64, 64, 128, 8, 2), Tile(32, 32, 256, 8, 1)),
+        (Tile(16, 16, 64, 4, 1), Tile(16, 16, 128, 4, 2), Tile(16, 16, 256, 8, 1)),
+    ),
+    "gfx942": _AMD_BACKWARD,
+    "gfx950": _AMD_BACKWARD,
     INTERPRETER: ATTENTION[INTERPRETER],
 }
 

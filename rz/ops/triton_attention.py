@@ -166,7 +166,7 @@ def attention_launches(
         warps=tile.warps,
         stages=tile.stages,
     )
-    block = max(1, 1024 // padded)
+    block = max(1, 512 // padded)
     second = Launch(
         kernel=combine,
         grid=(sequences, cdiv(heads, block)),

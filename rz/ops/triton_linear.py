@@ -35,6 +35,7 @@ def gemm_launch(
         arguments={"a": a, "b": b, "bias": bias, "out": out, "rows": rows, "inner": inner},
         constants={
             "ROWS": rows if a_transposed else 0,
+            "INNER": 0 if a_transposed else inner,
             "COLUMNS": columns,
             "A_ROW": 1 if a_transposed else inner,
             "A_INNER": rows if a_transposed else 1,
