@@ -98,7 +98,25 @@ def _audit(command: AuditCommand) -> int:
     return 1 if result.differing else 0
 
 
+def _verify_device(command: VerifyCommand) -> int:
+    from rz.verify_device import verify_device
+
+    found = verify_device(list(DTYPES) if command.dtype == "both" else [command.dtype])
+    if command.json:
+        print(json.dumps(found))
+    else:
+        tables = ("alignment", "float32_error", "speed")
+        _print({name: value for name, value in found.items() if name not in tables}, False, "rz verify")
+        for name in tables:
+            _print(found[name], False, name)
+    return 0 if found["passed"] else 1
+
+
 def _verify(command: VerifyCommand) -> int:
+    if command.device == "cuda":
+        if command.model:
+            raise ValueError(f"model must be left out with device cuda, got {command.model}")
+        return _verify_device(command)
     import torch
 
     from rz.models.compute import has_narrow_products

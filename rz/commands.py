@@ -27,11 +27,13 @@ class VerifyCommand:
     """Probe this machine: do its matrix products and attention have the properties that alignment rests on?
 
     Args:
-        model: checkpoint folder whose own matrix shapes are probed too.
+        device: cpu, or cuda (CUDA or ROCm): the alignment matrix and the speed table of the Triton kernels.
+        model: checkpoint folder whose own matrix shapes are probed too; for the CPU only.
         dtype: of activations; both by default.
         json: print one JSON object.
     """
 
+    device: Literal["cpu", "cuda"] = "cpu"
     model: Path | None = None
     dtype: Literal["float32", "bfloat16", "both"] = "both"
     json: bool = False

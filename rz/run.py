@@ -14,6 +14,7 @@ from rz import checkpoint, report
 from rz.audit import online_audit
 from rz.batch import Rollout
 from rz.config import TrainConfig
+from rz.device_alignment import require_device_aligned
 from rz.engine.interface import Engine
 from rz.engine.plain import PlainEngine
 from rz.evaluate import Accuracy, evaluate
@@ -75,7 +76,9 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
         RuntimeError if the machine fails a property that the ops rely on.
     """
     model = load_config(config.model)
-    state_params = load_params(config.model, model)
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be one that torch finds, got cuda")
+    state_params = {name: value.to(config.device) for name, value in load_params(config.model, model).items()}
     for prompt in (task.prompt(0), *([held_out.prompt(0)] if held_out else ())):
         if (highest := max(*prompt.token_ids, *task.stop_ids)) >= model.vocab_size:
             raise ValueError(
@@ -86,7 +89,11 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
                 f"max_length must be >= the tokens of the task's prompt {prompt.index} ({length}) + max_tokens "
                 f"({config.max_tokens}), got {config.max_length}"
             )
-    require_aligned(config.torch_dtype, product_shapes(model), **probe_settings(model, config.torch_dtype))
+    if config.device == "cpu":
+        require_aligned(config.torch_dtype, product_shapes(model), **probe_settings(model, config.torch_dtype))
+    else:
+        heads = (model.heads, model.kv_heads, model.head_dim)
+        require_device_aligned(config.torch_dtype, product_shapes(model), heads, torch.device(config.device))
     folder = report.new_run_folder(config.out)
     state = PolicyState(params=state_params, optimizer=adamw_init(state_params), version=0)
     try:

@@ -21,6 +21,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}  # no torch.compile
+
 
 class VllmEngine:
     """rz.engine.interface.Engine over vLLM 0.32.
@@ -74,6 +76,7 @@ class VllmEngine:
         check_params(params, config)
         os.environ.update(ENVIRONMENT)
         from vllm import LLM, ModelRegistry, SamplingParams, TokensPrompt
+        from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
 
         from rz.engine.vllm_model import ARCHITECTURE, RzForCausalLM, SeededSampler
@@ -89,7 +92,7 @@ class VllmEngine:
             skip_tokenizer_init=True,
             load_format="dummy",
             dtype=dtype,
-            enforce_eager=True,
+            **(GRAPHS if current_platform.is_cuda_alike() else {"enforce_eager": True}),
             async_scheduling=False,
             hf_overrides={"architectures": [ARCHITECTURE]},
             max_model_len=max_length,

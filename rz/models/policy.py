@@ -30,7 +30,7 @@ def packed_logprobs(
     Returns: [M] float32, nats, of the tempered distribution; the bits that an engine reports for the same prefix.
     Gradient: to params.
     """
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(tokens.device)
     hidden = forward(params, config, tokens, positions, WholeSequences(lengths))
     return token_logprobs(hidden[rows], head_weight(params), tokens[rows + 1], temperature=temperature)
 
@@ -43,7 +43,7 @@ def response_logprobs(
     Padding is removed before the forward: packed equals unpacked bit for bit.
 
     Args:
-        params: float32 masters.
+        params: float32 masters, on the device to compute on.
         batch: B responses, T positions; its temperature divides the logits.
         dtype: of the activations, as the engine's.
     Returns: [B, T] float32, nats; 0 where mask is False.
@@ -55,12 +55,13 @@ def response_logprobs(
     real = torch.cat((prompt, batch.mask), 1)
     sampled = torch.cat((torch.zeros_like(prompt), batch.mask), 1)[real]
     rows = sampled.nonzero()[:, 0] - 1
+    device = next(iter(params.values())).device
     logprobs = packed_logprobs(
         compute_params(params, dtype=dtype),
         config,
-        both[real],
+        both[real].to(device),
         real.sum(1).tolist(),
-        rows,
+        rows.to(device),
         temperature=batch.temperature,
     )
-    return torch.zeros(batch.mask.shape, dtype=torch.float32).masked_scatter(batch.mask, logprobs)
+    return torch.zeros(batch.mask.shape, dtype=torch.float32).masked_scatter(batch.mask, logprobs.to(batch.mask.device))

@@ -34,6 +34,7 @@ class KernelPlan:
     page_size: int
     tokens: int
     most_keys: int
+    _made: dict[int, tuple[Tensor, Tensor]] = attrs.field(init=False, factory=dict)
 
     @property
     def sequences(self) -> int:
@@ -41,7 +42,9 @@ class KernelPlan:
 
     def tiles(self, tile_tokens: int) -> tuple[Tensor, Tensor]:
         """Of query tokens, as segment_tiles returns them."""
-        return segment_tiles(self.query_starts.diff(), self.tokens, tile_tokens)
+        if tile_tokens not in self._made:
+            self._made[tile_tokens] = segment_tiles(self.query_starts.diff(), self.tokens, tile_tokens)
+        return self._made[tile_tokens]
 
 
 def whole_plan(lengths: Sequence[int], device: torch.device) -> KernelPlan:
