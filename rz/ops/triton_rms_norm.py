@@ -7,7 +7,7 @@ from rz.kernels import rms_norm as kernels
 from rz.ops.launch import Launch, aligned, cdiv, opaque
 from rz.ops.tiles import row_block
 
-PROGRAMS = 256  # of the backward, each with one part of the weight's gradient
+PROGRAMS = 256  # of the backward at most, each with one part of the weight's gradient
 
 
 def forward_launch(
@@ -75,7 +75,8 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, more: Tens
     grad, x = (aligned(value.reshape(-1, width)) for value in (grad, x))
     more = None if more is None else aligned(more.reshape(-1, width))
     to_x = torch.empty_like(x)
-    parts = torch.empty(PROGRAMS, width, dtype=torch.float32, device=x.device)
+    programs = max(1, min(PROGRAMS, cdiv(x.shape[0], row_block(width)[0])))
+    parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     backward_launch(grad, x, aligned(weight), scale, more, to_x, parts).run()
     return to_x.view(shape), parts.sum(0).to(weight.dtype)
 
