@@ -155,7 +155,9 @@ class VllmEngine:
         llm = self._open()
         check_publish(self._shapes, params, self.version, version)
         with torch.no_grad():
-            for name, value in compute_params(params, dtype=self._dtype).items():
+            device = next(iter(self._model.own.values())).device
+            placed = {name: value.to(device) for name, value in params.items()}
+            for name, value in compute_params(placed, dtype=self._dtype).items():
                 self._model.own[name].copy_(value)
         # A token must be a function of (weights, prefix): every prefix is computed anew under the new weights.
         llm.reset_prefix_cache(reset_running_requests=True)
