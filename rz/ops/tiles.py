@@ -77,18 +77,21 @@ def attention_tile(device_class: str, width: int, dtype: torch.dtype) -> Tile:
 
 
 # As ATTENTION, for the backward, whose tiles may be others.
-_SINGLE_BACKWARD = (Tile(16, 16, 64, 4, 1), Tile(16, 16, 128, 4, 1), Tile(16, 16, 256, 8, 1))
 _AMD_BACKWARD = (
     (Tile(32, 32, 64, 4, 2), Tile(32, 32, 128, 4, 1), Tile(16, 32, 256, 4, 1)),
     (Tile(16, 16, 64, 4, 1), Tile(16, 16, 128, 4, 1), Tile(16, 16, 256, 4, 1)),
 )
+_NVIDIA_BACKWARD = (
+    (Tile(64, 64, 64, 4, 2), Tile(64, 64, 128, 8, 2), Tile(32, 32, 256, 8, 1)),
+    (Tile(16, 16, 64, 4, 1), Tile(16, 16, 128, 4, 2), Tile(16, 16, 256, 8, 1)),
+)
 ATTENTION_BACKWARD = {
-    "sm_80": ((Tile(32, 32, 64, 4, 2), Tile(64, 64, 128, 8, 1), Tile(32, 32, 256, 8, 1)), _SINGLE_BACKWARD),
-    "sm_90": ((Tile(64, 64, 64, 4, 2), Tile(64, 64, 128, 8, 2), Tile(32, 32, 256, 8, 1)), _SINGLE_BACKWARD),
-    "sm_100": (
-        (Tile(64, 64, 64, 4, 2), Tile(64, 64, 128, 8, 2), Tile(32, 32, 256, 8, 1)),
-        (Tile(16, 16, 64, 4, 1), Tile(16, 16, 128, 4, 2), Tile(16, 16, 256, 8, 1)),
+    "sm_80": (
+        (Tile(32, 32, 64, 4, 2), Tile(64, 64, 128, 8, 1), Tile(32, 32, 256, 8, 1)),
+        (Tile(16, 16, 64, 4, 1), Tile(16, 16, 128, 4, 1), Tile(16, 16, 256, 8, 1)),
     ),
+    "sm_90": _NVIDIA_BACKWARD,
+    "sm_100": _NVIDIA_BACKWARD,
     "gfx942": _AMD_BACKWARD,
     "gfx950": _AMD_BACKWARD,
     INTERPRETER: ATTENTION[INTERPRETER],
