@@ -71,8 +71,8 @@ INTERPRETER_SPLIT_TILES = 3
 
 def attention_tile(device_class: str, width: int, dtype: torch.dtype) -> Tile:
     """The tile of attention over heads of `width` elements of dtype."""
-    if not 16 <= width <= 256:
-        raise ValueError(f"head_dim must be in 16 to 256, got {width}")
+    if width % 8 or not 16 <= width <= 256:  # eight 16-bit elements are 16 bytes, where values must start in a cache
+        raise ValueError(f"head_dim must be a multiple of 8 in 16 to 256, got {width}")
     return _by_width(ATTENTION[device_class][dtype == torch.float32], width)
 
 

@@ -46,9 +46,12 @@ def launches(
 
 
 def _run(logits: Tensor, temperature: float | Tensor, last: str, **tensors: Tensor) -> None:
-    scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
-    temperatures = aligned(scale.expand(logits.shape[0]))
-    tops, logs = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
+    rows, device = logits.shape[0], logits.device
+    if isinstance(temperature, Tensor):
+        temperatures = aligned(temperature.to(device, torch.float32).expand(rows))
+    else:  # filled on the device: a graph cannot capture a copy from the host
+        temperatures = torch.full((rows,), temperature, dtype=torch.float32, device=device)
+    tops, logs = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     made = launches(logits, temperatures, tops, logs, **tensors)
     made["statistics"].run()
     made[last].run()

@@ -22,6 +22,7 @@ def test_the_columns_choose_the_tile():
 
 def test_widths():
     assert attention_tile("sm_90", 80, torch.float16).k == 128
-    with pytest.raises(ValueError, match="head_dim must be in 16 to 256, got 257"):
-        attention_tile("sm_90", 257, torch.float16)
+    for width in (8, 20, 264):
+        with pytest.raises(ValueError, match=f"head_dim must be a multiple of 8 in 16 to 256, got {width}"):
+            attention_tile("sm_90", width, torch.float16)
     assert row_block(80) == (8, 128, 4) and row_block(4096) == (1, 4096, 4)
