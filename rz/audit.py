@@ -84,7 +84,7 @@ def replayed(
     Yields: (response, places, logprobs [M] float32) for each with M >= 1.
     """
     ordered = sorted((pair for pair in chosen if len(pair[1])), key=lambda pair: pair[0].temperature)
-    used = compute_params(params, dtype=dtype) if ordered else {}
+    used, device = compute_params(params, dtype=dtype) if ordered else {}, next(iter(params.values())).device
     for pack in _packs(ordered):
         sequences = [(r.prompt_ids + r.response_ids)[: len(r.prompt_ids) + int(c[-1]) + 1] for r, c in pack]
         lengths = [len(sequence) for sequence in sequences]
@@ -92,9 +92,9 @@ def replayed(
         rows = [start + len(r.prompt_ids) + c - 1 for start, (r, c) in zip(starts, pack, strict=True)]
         tokens = torch.tensor([token for sequence in sequences for token in sequence])
         values = packed_logprobs(
-            used, config, tokens, lengths, torch.cat(rows), temperature=pack[0][0].temperature
-        ).split([len(c) for _, c in pack])
-        for (rollout, c), logprobs in zip(pack, values, strict=True):
+            used, config, tokens.to(device), lengths, torch.cat(rows).to(device), temperature=pack[0][0].temperature
+        ).cpu()
+        for (rollout, c), logprobs in zip(pack, values.split([len(c) for _, c in pack]), strict=True):
             yield rollout, c, logprobs
 
 
@@ -148,18 +148,18 @@ def online_audit(
 class _Decode:
     """The past of one sequence over a paged cache, as an engine has it."""
 
-    def __init__(self, config: DenseConfig, length: int, dtype: torch.dtype) -> None:
-        self.config, self.block = config, 128
+    def __init__(self, config: DenseConfig, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.config, self.block, self.device = config, 128, device
         self.blocks = -(-length // self.block)
         shape = (self.blocks, config.kv_heads, self.block, 2 * config.head_dim)
-        self.caches = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
+        self.caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
 
     def expect(self, start: int, stop: int) -> None:
-        self.slots = torch.arange(start, stop)
+        self.slots = torch.arange(start, stop, device=self.device)
         self.plan = paged_plan(
             [stop - start],
             [stop],
-            torch.arange(self.blocks)[None],
+            torch.arange(self.blocks, device=self.device)[None],
             block_size=self.block,
             heads=self.config.heads,
             kv_heads=self.config.kv_heads,
@@ -186,13 +186,14 @@ def first_difference(
     Returns: such as "layers.0.attention", or None if the two agree in every op: then the weights or the log are at
         fault, not the kernels of this machine.
     """
-    used, tokens, positions = compute_params(params, dtype=dtype), torch.tensor(prefix), torch.arange(len(prefix))
+    used, device = compute_params(params, dtype=dtype), next(iter(params.values())).device
+    tokens, positions = torch.tensor(prefix, device=device), torch.arange(len(prefix), device=device)
     whole: dict[str, Tensor] = {}
     decoded: dict[str, Tensor] = {}
     keep = lambda kept: lambda name, value: kept.__setitem__(name, value[-1].clone())
     hidden = forward(used, config, tokens, positions, WholeSequences([len(prefix)]), observe=keep(whole))
     _observe_head(used, hidden, keep(whole))
-    past = _Decode(config, len(prefix), dtype)
+    past = _Decode(config, len(prefix), dtype, device)
     for start, stop in ((0, len(prefix) - 1), (len(prefix) - 1, len(prefix))):
         if stop > start:
             past.expect(start, stop)
@@ -204,7 +205,8 @@ def first_difference(
 def audit_run(run: Path) -> tuple[AuditResult, str | None]:
     """Replay every logged token of a run whose version's weights the run kept.
 
-    Tokens of versions that were not kept cannot be replayed and are not counted.
+    It replays on the kind of device that the run had. Tokens of versions that were not kept cannot be replayed and are
+    not counted.
 
     Returns: (the result, and if a token differs, the first op in which a whole pass and decoding of its prefix differ:
         see first_difference).
@@ -214,7 +216,7 @@ def audit_run(run: Path) -> tuple[AuditResult, str | None]:
     name = report.read_config(run).get("dtype")
     if name not in DTYPES:
         raise ValueError(f"dtype in {run / report.CONFIG} must be one of {', '.join(DTYPES)}, got {name!r}")
-    dtype = DTYPES[name]
+    dtype, device = DTYPES[name], report.read_config(run).get("device", "cpu")
     result, where = AuditResult(), None
     rollouts = list(report.read_rollouts(run))
     for version, folder in kept_versions(run).items():
@@ -222,7 +224,7 @@ def audit_run(run: Path) -> tuple[AuditResult, str | None]:
         if not sampled:
             continue
         config = load_config(folder)
-        params = load_params(folder, config)
+        params = {name: value.to(device) for name, value in load_params(folder, config).items()}
         for token in (token for rollout in sampled for token in rollout.prompt_ids + rollout.response_ids):
             if not 0 <= token < config.vocab_size:
                 raise ValueError(f"tokens in {run / report.ROLLOUTS} must be in [0, {config.vocab_size}), got {token}")

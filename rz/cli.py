@@ -25,6 +25,7 @@ from rz.commands import (  # noqa: E402
     BenchRolloutCommand,
     BenchStepCommand,
     EvalCommand,
+    KernelsCommand,
     ResumeCommand,
     Smollm2Command,
     TinyCommand,
@@ -117,7 +118,25 @@ def _audit(command: AuditCommand) -> int:
     return 1 if result.differing else 0
 
 
+def _verify_device(command: VerifyCommand) -> int:
+    from rz.verify_device import verify_device
+
+    found = verify_device(list(DTYPES) if command.dtype == "both" else [command.dtype])
+    if command.json:
+        print(json.dumps(found))
+    else:
+        tables = ("alignment", "float32_error", "speed")
+        _print({name: value for name, value in found.items() if name not in tables}, False, "rz verify")
+        for name in tables:
+            _print(found[name], False, name)
+    return 0 if found["passed"] else 1
+
+
 def _verify(command: VerifyCommand) -> int:
+    if command.device == "cuda":
+        if command.model:
+            raise ValueError(f"model must be left out with device cuda, got {command.model}")
+        return _verify_device(command)
     import torch
 
     from rz.models.compute import has_narrow_products
@@ -139,6 +158,18 @@ def _verify(command: VerifyCommand) -> int:
     else:
         _print({n: "ok" if r.passed else f"FAILED {r.detail}" for n, r in results.items()}, False, "rz verify")
     return 0 if all(result.passed for result in results.values()) else 1
+
+
+def _kernels(command: KernelsCommand) -> int:
+    from rz.kernel_table import kernel_table
+    from rz.ops.tiles import TARGETS
+
+    rows = kernel_table(TARGETS if command.target == "all" else [command.target], processes=command.processes)
+    if command.json:
+        print(json.dumps({"kernels": [attrs.asdict(row) | {"fits": row.fits} for row in rows]}))
+    else:
+        _print({row.name: str(row) for row in rows}, False, "rz kernels")
+    return 0 if all(row.fits for row in rows) else 1
 
 
 def _eval(command: EvalCommand) -> int:
@@ -277,6 +308,7 @@ RUN = {
     ResumeCommand: _resume,
     AuditCommand: _audit,
     VerifyCommand: _verify,
+    KernelsCommand: _kernels,
     EvalCommand: _eval,
     BenchRolloutCommand: _bench,
     BenchAsyncCommand: _bench_async,
@@ -321,6 +353,7 @@ def main(arguments: list[str] | None = None) -> None:
         (app, "resume", ResumeCommand),
         (app, "audit", AuditCommand),
         (app, "verify", VerifyCommand),
+        (app, "kernels", KernelsCommand),
         (app, "eval", EvalCommand),
         (app, "prove", ProveConfig),
         (bench, "learner", BenchLearnerCommand),

@@ -43,13 +43,32 @@ class VerifyCommand:
     """Probe this machine: do its matrix products and attention have the properties that alignment rests on?
 
     Args:
-        model: checkpoint folder whose own matrix shapes are probed too.
+        device: cpu, or cuda (CUDA or ROCm): the alignment matrix and the speed table of the Triton kernels.
+        model: checkpoint folder whose own matrix shapes are probed too; for the CPU only.
         dtype: of activations; both by default.
         json: print one JSON object.
     """
 
+    device: Literal["cpu", "cuda"] = "cpu"
     model: Path | None = None
     dtype: Literal["float32", "bfloat16", "both"] = "both"
+    json: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class KernelsCommand:
+    """Compile every Triton kernel with every tile ahead of time; list registers, spills and shared memory.
+
+    No device has to be there. Exit status 1 if one spills or needs more shared memory than the device has.
+
+    Args:
+        target: device class; sm_80 also serves other NVIDIA devices.
+        processes: that compile at once.
+        json: print one JSON object.
+    """
+
+    target: Literal["sm_80", "sm_90", "sm_100", "gfx942", "gfx950", "all"] = "all"
+    processes: int = 2
     json: bool = False
 
 

@@ -23,6 +23,7 @@ class TrainConfig:
         task: arithmetic, reasoning-gym:NAME?KEY=VALUE or jsonl:FILE?verifier=number.
         out: new folder of the run.
         engine: vllm, or plain: torch alone, the same bits, slower.
+        device: of the learner and the plain engine: cpu, or cuda (CUDA or ROCm); vLLM has its own.
         dtype: of activations in engine and learner; masters and optimizer are float32.
         updates: optimizer applications.
         group_size: responses to one prompt, at least 2; their mean reward is the baseline.
@@ -67,6 +68,7 @@ class TrainConfig:
     task: str
     out: Path
     engine: Literal["vllm", "plain"] = "vllm"
+    device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     updates: int = 100
     group_size: int = 8

@@ -19,6 +19,7 @@ from rz import checkpoint, report, schedule
 from rz.audit import online_audit
 from rz.certificate import certificate, check_certificate
 from rz.config import TrainConfig
+from rz.device_alignment import require_device_aligned
 from rz.engine.interface import Engine
 from rz.engine.plain import PlainEngine
 from rz.evaluate import Accuracy, evaluate
@@ -28,7 +29,7 @@ from rz.models.dense import DenseConfig
 from rz.models.hf import load_config, load_params
 from rz.models.policy import response_logprobs
 from rz.ops.probe import require_aligned
-from rz.snapshot import Snapshot
+from rz.snapshot import Snapshot, placed
 from rz.steps import PolicyState, adamw_init, count_nonfinite, drop_nonfinite, require_finite, update
 from rz.tasks import Task
 
@@ -104,7 +105,8 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
         RuntimeError if the machine fails a property that the ops rely on.
     """
     model = load_config(config.model)
-    params = load_params(config.model, model)
+    _check_device(config)
+    params = {name: value.to(config.device) for name, value in load_params(config.model, model).items()}
     check_task(config, model, task, held_out)
     proof = _certificate(config, model)
     folder = report.new_run_folder(config.out)
@@ -136,18 +138,29 @@ def resume(
     task, held_out = open_tasks(config)
     check_task(config, model, task, held_out)
     proof = _certificate(config, model)
+    _check_device(config)
     saved = checkpoint.load(run, model, on_damaged=lambda text: print(f"rz: {text}", file=sys.stderr))
     if same_machine:
         check_certificate(saved.certificate, proof)
     for version, folder in checkpoint.kept_versions(run).items():
         if version > saved.snapshot.state.version:  # cannot be, unless a clock or a user moved folders
             raise ValueError(f"run must hold no version after the one it goes on from, got {folder}")
-    engine = open_engine(config, model, saved.snapshot)
-    return _train(config, model, task, held_out, engine, saved.snapshot, proof, saved)
+    start = placed(saved.snapshot, config.device)
+    engine = open_engine(config, model, start)
+    return _train(config, model, task, held_out, engine, start, proof, saved)
+
+
+def _check_device(config: TrainConfig) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be one that torch finds, got cuda")
 
 
 def _certificate(config: TrainConfig, model: DenseConfig) -> dict[str, Any]:
-    probes = require_aligned(config.torch_dtype, product_shapes(model), **probe_settings(model, config.torch_dtype))
+    if config.device == "cpu":
+        probes = require_aligned(config.torch_dtype, product_shapes(model), **probe_settings(model, config.torch_dtype))
+    else:
+        heads = (model.heads, model.kv_heads, model.head_dim)
+        probes = require_device_aligned(config.torch_dtype, product_shapes(model), heads, torch.device(config.device))
     return certificate(probes, engine=config.engine, dtype=config.dtype)
 
 

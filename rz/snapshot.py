@@ -68,6 +68,18 @@ def before(rollout: Rollout, version: int) -> Rollout:
     )
 
 
+def placed(snapshot: Snapshot, device: str) -> Snapshot:
+    """The snapshot of a PolicyState with its weights and optimizer on a device."""
+    if device == "cpu":
+        return snapshot
+    there = lambda tensors: {name: value.to(device) for name, value in tensors.items()}
+    state = snapshot.state
+    optimizer = attrs.evolve(state.optimizer, first=there(state.optimizer.first), second=there(state.optimizer.second))
+    history = tuple(there(params) for params in snapshot.history)
+    state = attrs.evolve(state, params=history[-1], optimizer=optimizer)
+    return attrs.evolve(snapshot, state=state, history=history)
+
+
 def snapshot(
     plan: Schedule,
     state: Any,

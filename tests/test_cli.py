@@ -240,6 +240,18 @@ def test_an_impossible_evaluation_is_one_line(model, options, says):
     refused("eval", *given, *options.split(), says=(says,))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")
+def test_a_device_that_is_not_there_is_refused(model, tmp_path):
+    refused("verify", "--device", "cuda", says=("device must be one that torch reaches as cuda, got none",))
+    given = ("--model", model, "--task", "arithmetic", "--out", tmp_path / "run", "--engine", "plain", *SHORT.split())
+    refused("train", *given, "--device", "cuda", says=("device must be one that torch finds, got cuda",))
+    assert not (tmp_path / "run").exists()
+
+
+def test_verify_of_a_device_takes_no_model(model):
+    refused("verify", "--device", "cuda", "--model", model, says=("model must be left out with device cuda, got",))
+
+
 def test_help_of_every_command():
     for command in (
         "",
@@ -247,6 +259,7 @@ def test_help_of_every_command():
         "train",
         "audit",
         "verify",
+        "kernels",
         "eval",
         "prove",
         "bench learner",

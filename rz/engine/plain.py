@@ -21,7 +21,8 @@ class PlainEngine:
     Each running response owns a slot with room for max_length tokens, so nothing is ever preempted.
 
     Args:
-        config, params, dtype, slots, max_length, step_tokens, version: as in rz.engine.vllm.VllmEngine.
+        params: also say by where they are on which device to compute.
+        config, dtype, slots, max_length, step_tokens, version: as in rz.engine.vllm.VllmEngine.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class PlainEngine:
         check_params(params, config)
         self._blocks = -(-max_length // BLOCK)
         shape = (slots * self._blocks, config.kv_heads, BLOCK, 2 * config.head_dim)
-        self._cache = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
+        self._device = next(iter(params.values())).device
+        self._cache = [torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(config.layers)]
         self._free = list(range(slots - 1, -1, -1))
         self._running: dict[tuple[int, int], _Sequence] = {}
         self._waiting: dict[tuple[int, int], Record] = {}
@@ -72,7 +74,8 @@ class PlainEngine:
         logits = self._forward(work)
         ready = [sequence for sequence, count in work if sequence.computed == sequence.length]
         requests = [sequence.record.request for sequence in ready]
-        logprobs = tempered_logprobs(logits, temperature=torch.tensor([request.temperature for request in requests]))
+        temperatures = torch.tensor([request.temperature for request in requests], device=self._device)
+        logprobs = tempered_logprobs(logits, temperature=temperatures)
         uniform = uniforms([r.seed for r in requests], [len(sequence.record.tokens) for sequence in ready])
         tokens = sample_tokens(logprobs, uniform)
         drawn = logprobs.gather(1, tokens[:, None])[:, 0]
@@ -145,17 +148,23 @@ class PlainEngine:
         table = torch.tensor([sequence.slot for sequence, _ in work])[:, None] * self._blocks + torch.arange(
             self._blocks
         )
-        self._slots = torch.tensor(slots)
+        self._slots = torch.tensor(slots, device=self._device)
         self._plan = paged_plan(
             [count for _, count in work],
             [sequence.computed for sequence, _ in work],
-            table,
+            table.to(self._device),
             block_size=BLOCK,
             heads=self.config.heads,
             kv_heads=self.config.kv_heads,
             windows=tuple(set(self.config.windows)),
         )
-        hidden = forward(self._params, self.config, torch.tensor(tokens), torch.tensor(positions), self)
+        hidden = forward(
+            self._params,
+            self.config,
+            torch.tensor(tokens, device=self._device),
+            torch.tensor(positions, device=self._device),
+            self,
+        )
         return linear(hidden[last], head_weight(self._params))
 
     def _release(self, request_id: tuple[int, int]) -> None:

@@ -23,6 +23,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}  # no torch.compile
+
 
 def own_model() -> dict[str, Any]:
     """The settings of vllm.LLM under which it runs rz's forward; weights come by `write_own`."""
@@ -37,7 +39,9 @@ def own_model() -> dict[str, Any]:
 @torch.no_grad()
 def write_own(model: Any, params: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
     """Copy float32 masters into a loaded RzForCausalLM, cast as the learner casts them."""
-    for name, value in compute_params(params, dtype=dtype).items():
+    device = next(iter(model.own.values())).device
+    placed = {name: value.to(device) for name, value in params.items()}
+    for name, value in compute_params(placed, dtype=dtype).items():
         model.own[name].copy_(value)
 
 
@@ -97,6 +101,7 @@ class VllmEngine:
         check_params(params, config)
         os.environ.update(ENVIRONMENT)
         from vllm import LLM, SamplingParams, TokensPrompt
+        from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
 
         from rz.engine.vllm_model import SeededSampler
@@ -110,7 +115,7 @@ class VllmEngine:
             str(folder),
             skip_tokenizer_init=True,
             dtype=dtype,
-            enforce_eager=True,
+            **(GRAPHS if current_platform.is_cuda_alike() else {"enforce_eager": True}),
             async_scheduling=False,
             max_model_len=max_length,
             max_num_seqs=slots,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
 from vllm.v1.outputs import SamplerOutput
 
 from rz.engine.sampling import sample_tokens, uniforms
@@ -16,6 +17,14 @@ from rz.models.hf import load_config
 from rz.ops import linear, tempered_logprobs
 
 ARCHITECTURE = "RzForCausalLM"
+
+
+def _attention_backend() -> type:
+    if current_platform.is_cuda_alike():
+        from rz.engine.vllm_kernel_attention import RzKernelBackend
+
+        return RzKernelBackend
+    return RzAttentionBackend
 
 
 class RzForCausalLM(nn.Module):
@@ -40,7 +49,7 @@ class RzForCausalLM(nn.Module):
                 cache_config=vllm_config.cache_config,
                 per_layer_sliding_window=window,
                 prefix=f"layers.{layer}.attention",
-                attn_backend=RzAttentionBackend,
+                attn_backend=_attention_backend(),
             )
             for layer, window in enumerate(config.windows)
         )

@@ -8,9 +8,9 @@ from torch import Tensor
 PRODUCTS = ("qkv.weight", "o.weight", "gate_up.weight", "down.weight", "lm_head.weight")
 
 
-def has_narrow_products(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies matrices of dtype natively; where it does not, products run in float32."""
-    if dtype == torch.float32:
+def has_narrow_products(dtype: torch.dtype, device: str = "cpu") -> bool:
+    """Whether a device multiplies matrices of dtype natively; where it does not, products run in float32."""
+    if dtype == torch.float32 or device != "cpu":
         return True
     return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -30,7 +30,7 @@ def compute_params(params: Mapping[str, Tensor], *, dtype: torch.dtype) -> dict[
     if dtype == torch.float32:
         return dict(params)
     narrow = {name: value.to(dtype) for name, value in params.items()}
-    if has_narrow_products(dtype):
+    if has_narrow_products(dtype, next(iter(params.values())).device.type):
         return narrow
     if "lm_head.weight" not in narrow:
         narrow["lm_head.weight"] = narrow["embed_tokens.weight"]

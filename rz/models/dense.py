@@ -178,8 +178,9 @@ def forward(
     Source: Qwen3 technical report, arXiv:2505.09388; Llama 3, arXiv:2407.21783; Qwen2.5, arXiv:2412.15115. Rotary pairs
         are (i, i + D/2), as Hugging Face checkpoints have them.
     """
-    frequencies, factor = config.frequencies()
-    cos, sin = rope_tables(positions, frequencies.to(positions.device), factor)
+    with positions.device:
+        frequencies, factor = config.frequencies()
+    cos, sin = rope_tables(positions, frequencies, factor)
     sizes = [config.heads, config.kv_heads, config.kv_heads]
     residual = embedding(tokens, params["embed_tokens.weight"])
     observe("embedding", residual)

@@ -11,6 +11,7 @@ from rz.batch import TrainBatch
 from rz.models.compute import compute_params
 from rz.models.dense import DenseConfig, forward, head_weight
 from rz.ops import WholeSequences, token_logprobs
+from rz.ops.device import has_kernels
 
 
 def packed_logprobs(
@@ -32,7 +33,7 @@ def packed_logprobs(
     Returns: [M] float32, nats, of the tempered distribution; the bits that an engine reports for the same prefix.
     Gradient: to params.
     """
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(tokens.device)
     hidden = forward(params, config, tokens, positions, WholeSequences(lengths))
     return token_logprobs(hidden[rows], head_weight(params), tokens[rows + 1], temperature=temperature)
 
@@ -53,8 +54,8 @@ class Packed:
     targets: Tensor
 
 
-def pack(batch: TrainBatch) -> Packed:
-    """Pack the responses of a batch: those of one group with equal prompts follow one copy of the prompt.
+def pack(batch: TrainBatch, *, share: bool = True) -> Packed:
+    """Pack the responses of a batch: those of one group with equal prompts follow one copy of the prompt, if shared.
 
     The last token of a response predicts nothing and is left out.
     """
@@ -74,7 +75,7 @@ def pack(batch: TrainBatch) -> Packed:
     for key, prompt, ids, kept in zip(keys, prompts, batch.response_ids, batch.mask, strict=True):
         response = ids[kept].tolist()
         targets += response
-        if members[key] == 1:
+        if members[key] == 1 or not share:
             start = len(tokens) + len(prompt) - 1
             append((*prompt, *response[:-1]), 0, None)
             rows += range(start, start + len(response))
@@ -103,17 +104,18 @@ def response_logprobs(
     shared equal unpacked bit for bit.
 
     Args:
-        params: float32 masters.
+        params: float32 masters, on the device to compute on.
         batch: B responses, T positions; its temperature divides the logits.
         dtype: of the activations, as the engine's.
     Returns: [B, T] float32, nats; 0 where mask is False.
     Gradient: to params.
     Edge cases: a response without tokens gives a row of zeros.
     """
-    packed, used = pack(batch), compute_params(params, dtype=dtype)
+    first = next(iter(params.values()))
+    packed, used, device = pack(batch, share=not has_kernels(first)), compute_params(params, dtype=dtype), first.device
     past = WholeSequences(packed.lengths, packed.prefixes)
-    hidden = forward(used, config, packed.tokens, packed.positions, past)
+    hidden = forward(used, config, packed.tokens.to(device), packed.positions.to(device), past)
     # index_select: the gradient of hidden[rows] adds equal rows up in any order.
-    read = hidden.index_select(0, packed.rows)
-    logprobs = token_logprobs(read, head_weight(used), packed.targets, temperature=batch.temperature)
-    return torch.zeros(batch.mask.shape, dtype=torch.float32).masked_scatter(batch.mask, logprobs)
+    read = hidden.index_select(0, packed.rows.to(device))
+    logprobs = token_logprobs(read, head_weight(used), packed.targets.to(device), temperature=batch.temperature)
+    return torch.zeros(batch.mask.shape, dtype=torch.float32).masked_scatter(batch.mask, logprobs.cpu())

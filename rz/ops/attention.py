@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rz.ops import device
 from rz.ops.attention_gradient import Batch, attention_gradient, gradient_batches
 from rz.ops.attention_plan import QUANTUM, Block, Plan, Tile, make_plan
 from rz.ops.function import apply
@@ -130,6 +131,7 @@ class WholeSequences:
                 raise ValueError(f"prefixes must be sequences without a prefix, got {prefix}")
         self._plans: dict[tuple[int, int, int | None], Plan] = {}
         self._batches = gradient_batches(self.lengths, self.prefixes)
+        self._kernel_plan = None
 
     def _plan(self, heads: int, kv_heads: int, window: int | None) -> Plan:
         key = (heads, kv_heads, window)
@@ -167,6 +169,14 @@ class WholeSequences:
         """
         if q.shape[0] != sum(self.lengths):
             raise ValueError(f"q must have {sum(self.lengths)} tokens, got {q.shape[0]}")
+        if device.has_kernels(q):
+            from rz.ops import triton_attention, triton_whole
+
+            if any(prefix is not None for prefix in self.prefixes):
+                raise ValueError("prefixes must be None on a device with kernels, got a shared one")
+            if self._kernel_plan is None:
+                self._kernel_plan = triton_attention.whole_plan(self.lengths, q.device)
+            return triton_whole.whole_attention(q, k, v, self._kernel_plan, window=window)
         plan = self._plan(q.shape[1], k.shape[1], window)
         return apply(_WholeAttention, q, k, v, plan, self._batches, window)[0]
 
@@ -196,6 +206,10 @@ def paged_plan(
     windows: Sequence[int | None],
 ) -> Plan:
     """Plan attention over a paged cache: as make_plan, with block_table [sequences, blocks] of cache block numbers."""
+    if device.has_kernels(block_table):
+        from rz.ops import triton_attention
+
+        return triton_attention.paged_plan(query_lengths, sequence_lengths, block_table, block_size=block_size)
     table = block_table.long()
 
     def key_rows(sequence: Tensor, position: Tensor) -> Tensor:
@@ -224,6 +238,10 @@ def paged_attention(q: Tensor, cache: Tensor, plan: Plan, *, window: int | None)
     Returns: [N, H, D] in the dtype of q.
     Gradient: none.
     """
+    if device.has_kernels(q):
+        from rz.ops import triton_attention
+
+        return triton_attention.paged_attention(q, cache, plan, window=window)
     width = q.shape[-1]
     rows = cache.view(-1, 2 * width)
 

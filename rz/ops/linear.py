@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rz.ops import device
 from rz.ops.function import apply
 
 MIN_ROWS = 16  # float32 GEMMs of fewer rows take another kernel, whose sums run in another order
@@ -11,6 +12,10 @@ MIN_OUTPUTS = 64  # GEMMs with few outputs depend on the row count, in float32 a
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if device.has_kernels(x):
+        from rz.ops import triton_linear
+
+        return triton_linear.product(x, weight, bias)
     rows, outputs, narrow = x.shape[0], weight.shape[0], x.dtype
     if rows < MIN_ROWS:
         x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))
@@ -21,6 +26,24 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x, weight = x.to(weight.dtype).contiguous(), weight.contiguous()
     bias = None if bias is None else bias.to(weight.dtype)
     return F.linear(x, weight, bias)[:rows, :outputs].to(narrow)
+
+
+def product_to_x(grad: Tensor, weight: Tensor) -> Tensor:
+    """grad [N, M] @ weight [M, K], deterministic."""
+    if device.has_kernels(grad):
+        from rz.ops import triton_linear
+
+        return triton_linear.product_to_x(grad, weight)
+    return grad @ weight
+
+
+def product_to_weight(grad: Tensor, x: Tensor) -> Tensor:
+    """grad [N, M].T @ x [N, K], deterministic."""
+    if device.has_kernels(grad):
+        from rz.ops import triton_linear
+
+        return triton_linear.product_to_weight(grad, x)
+    return grad.t() @ x
 
 
 class _Linear(torch.autograd.Function):
@@ -38,8 +61,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         wide = grad.to(weight.dtype)
-        to_x = (wide @ weight).to(x.dtype) if ctx.needs_input_grad[0] else None
-        to_weight = wide.t() @ x.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        to_x = product_to_x(wide, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
+        to_weight = product_to_weight(wide, x.to(weight.dtype)) if ctx.needs_input_grad[1] else None
         to_bias = wide.float().sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return to_x, to_weight, to_bias
 

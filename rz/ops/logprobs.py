@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rz.ops import device
 from rz.ops.chunks import row_chunks
 from rz.ops.function import apply
 from rz.ops.linear import linear
@@ -20,6 +21,10 @@ def tempered_logprobs(logits: Tensor, *, temperature: float | Tensor) -> Tensor:
     Returns: [N, V] float32, nats. Row i depends on logits[i] and its temperature alone.
     Edge cases: N = 0 gives [0, V].
     """
+    if device.has_kernels(logits):
+        from rz.ops import triton_logprobs
+
+        return triton_logprobs.tempered_logprobs(logits, temperature=temperature)
     rows = logits.shape[0]
     scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
     tempered = logits.float() / scale.expand(rows)[:, None]
@@ -100,4 +105,8 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, *, temperature
         raise ValueError(f"targets must be [{hidden.shape[0]}], got {list(targets.shape)}")
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature}")
+    if device.has_kernels(hidden):
+        from rz.ops import triton_logprobs
+
+        return triton_logprobs.TokenLogprobs.apply(hidden, head, targets, float(temperature))
     return apply(_TokenLogprobs, hidden, head, targets, float(temperature))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rz.ops import device
 from rz.ops.chunks import row_chunks
 from rz.ops.function import apply
 
@@ -43,6 +44,13 @@ class _RmsNorm(torch.autograd.Function):
         return to_x.view(x.shape), to_weight.to(weight.dtype), None
 
 
+def _check_weight(x: Tensor, weight: Tensor) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be [{x.shape[-1]}], got {list(weight.shape)}")
+    if weight.dtype != x.dtype:
+        raise TypeError(f"weight must be {x.dtype}, got {weight.dtype}")
+
+
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """weight * (x / sqrt(mean(x^2) + eps)) over the last axis.
 
@@ -59,10 +67,11 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     Raises: ValueError if weight is not [E], TypeError if its dtype is not that of x.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must be [{x.shape[-1]}], got {list(weight.shape)}")
-    if weight.dtype != x.dtype:
-        raise TypeError(f"weight must be {x.dtype}, got {weight.dtype}")
+    _check_weight(x, weight)
+    if device.has_kernels(x):
+        from rz.ops import triton_rms_norm
+
+        return triton_rms_norm.RmsNorm.apply(x, weight, eps)[0]
     return apply(_RmsNorm, x, weight, eps)[0]
 
 
@@ -80,5 +89,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> 
         raise ValueError(f"residual must have the shape of x {list(x.shape)}, got {list(residual.shape)}")
     if x.dtype != residual.dtype:
         raise TypeError(f"residual must be {x.dtype}, got {residual.dtype}")
+    if device.has_kernels(x):
+        from rz.ops import triton_rms_norm
+
+        _check_weight(x, weight)
+        return triton_rms_norm.AddRmsNorm.apply(x, residual, weight, eps)[:2]
     total = residual + x
     return rms_norm(total, weight, eps=eps), total

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rz.ops import device
 from rz.ops.chunks import row_chunks
 from rz.ops.function import apply
 
@@ -140,4 +141,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     expected = (x.shape[0], x.shape[-1] // 2)
     if cos.shape != expected or sin.shape != expected:
         raise ValueError(f"cos and sin must be {list(expected)}, got {list(cos.shape)} and {list(sin.shape)}")
+    if device.has_kernels(x):
+        from rz.ops import triton_rope
+
+        return triton_rope.Rope.apply(x, cos, sin)
     return apply(_Rope, x, cos, sin)

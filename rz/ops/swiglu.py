@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rz.ops import device
 from rz.ops.chunks import row_chunks
 from rz.ops.function import apply
 
@@ -52,4 +53,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must have an even last axis, got {list(gate_up.shape)}")
+    if device.has_kernels(gate_up):
+        from rz.ops import triton_swiglu
+
+        return triton_swiglu.SwiGlu.apply(gate_up)
     return apply(_SwiGlu, gate_up)
