@@ -12,7 +12,7 @@ from rz.cli import main
 
 SIZES = "--layers 1 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --intermediate-size 48 --vocab-size 15"
 SHORT = "--updates 4 --group-size 2 --groups-per-update 2 --max-lag 2 --slots 6 --max-tokens 4 --max-length 16"
-KEPT = "--learning-rate 1e-3 --audit-share 1 --save-every 1 --eval-every 2 --eval-prompts 4"
+KEPT = "--learning-rate 1e-3 --audit-share 1 --save-every 1 --keep 0 --eval-every 2 --eval-prompts 4"
 ANSWER = {"prompt": "1 + 2 = ", "answer": "3"}
 
 

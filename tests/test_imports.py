@@ -16,7 +16,9 @@ ROOMS = {  # folder or file: what of rz it may import beside itself
     "rz/engine": ("rz.batch", "rz.models", "rz.ops"),
     "rz/tasks": ("rz.batch",),
     "rz/schedule.py": (),
-    "rz/loop.py": ("rz.batch", "rz.schedule", "rz.engine.interface"),
+    "rz/rewards.py": ("rz.batch",),
+    "rz/snapshot.py": ("rz.batch", "rz.schedule"),
+    "rz/loop.py": ("rz.batch", "rz.schedule", "rz.rewards", "rz.snapshot", "rz.engine.interface"),
 }
 LIGHT = "rz rz.batch rz.ops rz.steps rz.models.hf rz.models.policy rz.engine.plain rz.schedule rz.loop rz.tasks"
 HEAVY = "vllm triton transformers rich tyro matplotlib tensorboard reasoning_gym"
