@@ -59,6 +59,8 @@ class TrainConfig:
         eval_temperature: of evaluation; the default is as good as greedy.
         stop_accuracy: end the run once an evaluation reaches this; 0 never does.
         reward_timeout_s: seconds that an update waits for a reward.
+        stall_timeout_s: seconds without an update after which the process shows where each thread is and exits with
+            status 1, whatever hangs; the last checkpoint resumes. 0 never does.
         drop_unscored: leave a group out whose reward is late, fails or is no number, instead of ending the run.
         chat_template: render prompts with the tokenizer's chat template where it has one.
     Raises: ValueError naming the field, the rule and the value.
@@ -104,6 +106,7 @@ class TrainConfig:
     eval_temperature: float = 0.001
     stop_accuracy: float = 0.0
     reward_timeout_s: float = 60.0
+    stall_timeout_s: float = 3600.0
     drop_unscored: bool = False
     chat_template: bool = True
 
@@ -125,7 +128,7 @@ class TrainConfig:
                 raise ValueError(f"{name} must be > 0 and finite, got {value}")
         if self.engine == "vllm" and self.temperature < 0.01:
             raise ValueError(f"temperature must be >= 0.01, which vLLM raises lower ones to, got {self.temperature}")
-        for name in ("weight_decay", "max_grad_norm"):
+        for name in ("weight_decay", "max_grad_norm", "stall_timeout_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
         for name in ("audit_share", "stop_accuracy"):

@@ -166,7 +166,11 @@ def demo(config: DemoConfig) -> dict[str, Any]:
     model = load_config(start)
     params = load_params(start, model)
     print(f"A Qwen3 model of {sum(value.numel() for value in params.values()):,} parameters learns two-digit sums.")
-    show = lambda step, loss, reached: print(f"warm-up step {step}  loss {loss:.3f}  right {reached:.3f}", flush=True)
+
+    def show(step: int, loss: float, reached: float) -> None:
+        known = f"loss {loss:.3f}  " if step else ""
+        print(f"warm-up step {step}  {known}right {reached:.3f}", flush=True)
+
     params, _ = warm_up(params, model, accuracy=config.warm_up, seed=config.seed, show=show)
     save_checkpoint(start, params, model, source=start)
     warm = time.perf_counter() - began

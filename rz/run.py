@@ -1,6 +1,7 @@
 """A whole run: checkpoint, task, engine, steps, loop and log, put together from a TrainConfig."""
 
 import asyncio
+import faulthandler
 import resource
 import signal
 import sys
@@ -214,6 +215,10 @@ def _train(
             certificate={**proof, "tokens_audited": totals.audited, "tokens_differing": totals.differing},
         )
 
+    def watch() -> None:
+        if config.stall_timeout_s:
+            faulthandler.dump_traceback_later(config.stall_timeout_s, exit=True, file=sys.__stderr__)
+
     def on_update(record: UpdateRecord) -> None:
         metrics, latest[0] = dict(record.metrics), record.state
         if config.eval_every and record.state.version % config.eval_every == 0 and config.eval_prompts and held_out:
@@ -235,6 +240,7 @@ def _train(
         if due[0] and record.snapshot is not None:
             save(record.snapshot())
             due[0] = False
+        watch()
 
     def on_end(snapshot: Callable[[], Snapshot]) -> None:
         """A checkpoint of the last publish, if it can still be had: an engine that died takes its responses along."""
@@ -254,6 +260,7 @@ def _train(
                 before = measure(start.state.params)
                 save(start)
             began = time.perf_counter()
+            watch()
             asyncio.run(
                 train(
                     state=start.state,
@@ -286,6 +293,7 @@ def _train(
                 )
             )
     finally:
+        faulthandler.cancel_dump_traceback_later()
         seconds = time.perf_counter() - began
         try:
             progress.close()

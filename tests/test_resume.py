@@ -298,6 +298,25 @@ def test_ctrl_c_stops_with_a_checkpoint_and_twice_at_once(model, tmp_path, twice
     assert go_on(folder, updates=more, same_machine=False)["tokens differing"] == 0
 
 
+def test_an_engine_that_hangs_in_this_process_ends_it_and_the_run_goes_on(model, tmp_path):
+    folder = tmp_path / "run"
+    code = (
+        "import attrs, threading; from pathlib import Path; from rz import kills; from rz.run import run\n"
+        "from rz.engine.plain import PlainEngine\n"
+        "real, steps = PlainEngine.step, []\n"
+        "def step(self):\n"
+        "    steps.append(1)\n"
+        "    if len(steps) == 30: threading.Event().wait()\n"
+        "    return real(self)\n"
+        "PlainEngine.step = step\n"
+        f"config = kills.config_of(Path({str(model)!r}), Path({str(folder)!r}), 'plain', 'turns')\n"
+        "run(attrs.evolve(config, stall_timeout_s=3.0), kills.Anything(), None)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Timeout (0:00:03)!" in done.stderr and "in step" in done.stderr
+    assert go_on(folder, same_machine=False)["updates"] == 16
+
+
 def test_resume_of_no_run_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="run must be the folder of a run, with run.json, got"):
         go_on(tmp_path)
