@@ -73,8 +73,11 @@ def _tasks(config: TrainConfig) -> tuple[Anything, None]:
     return Anything(seed=config.seed), None
 
 
-def _in_child(work: Callable[[], Any], kill_after_s: float | None) -> bool:
-    """Do work in a forked process with its output thrown away; whether it ended by itself. Killed by SIGKILL else."""
+def _in_child(work: Callable[[], Any], kill_after_s: float | None, has_begun: Callable[[], bool]) -> bool:
+    """Do work in a forked process with its output thrown away; whether it ended by itself.
+
+    Else it was killed by SIGKILL, so many seconds after has_begun was first true.
+    """
     child = os.fork()
     if child == 0:
         code = 1
@@ -91,8 +94,10 @@ def _in_child(work: Callable[[], Any], kill_after_s: float | None) -> bool:
             os._exit(code)
     with contextlib.suppress(PermissionError, ProcessLookupError):  # the child has done it, or has ended
         os.setpgid(child, child)
-    began, status = time.monotonic(), None
-    while kill_after_s is None or time.monotonic() - began < kill_after_s:
+    began, status = None, None
+    while kill_after_s is None or began is None or time.monotonic() - began < kill_after_s:
+        if began is None and has_begun():
+            began = time.monotonic()
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             break
@@ -107,8 +112,13 @@ def _in_child(work: Callable[[], Any], kill_after_s: float | None) -> bool:
     return True
 
 
-def _chain(config: TrainConfig, moments: Iterator[float]) -> dict[str, int]:
-    """Start a run and kill it at each moment (seconds after its start or resume) until it ends by itself."""
+def _chain(config: TrainConfig, moments: Iterator[tuple[bool, float]]) -> dict[str, int]:
+    """Start a run and kill it at each moment until it ends by itself.
+
+    A moment is (True, seconds after the first update since its start or resume) or (False, seconds after that itself).
+    """
+    log = config.out / report.METRICS
+    size = lambda: log.stat().st_size if log.exists() else 0
     counts, ended = {"kills": 0, "while_writing": 0, "begun_anew": 0}, False
     while not ended:
         if checkpoint.kept_versions(config.out):
@@ -118,7 +128,9 @@ def _chain(config: TrainConfig, moments: Iterator[float]) -> dict[str, int]:
                 counts["begun_anew"] += 1
                 shutil.rmtree(config.out)
             work = lambda: run(config, *_tasks(config))
-        ended = _in_child(work, next(moments, None))
+        updating, seconds = next(moments, (False, None))
+        before = size()
+        ended = _in_child(work, seconds, lambda before=before, updating=updating: not updating or size() != before)
         counts["kills"] += not ended
         counts["while_writing"] += not ended and any((config.out / "checkpoints").glob(".*"))
     return counts
@@ -127,8 +139,8 @@ def _chain(config: TrainConfig, moments: Iterator[float]) -> dict[str, int]:
 def kills(*, engine: str, count: int, seed: int = 0, show: Callable[[str], None] = print) -> dict[str, Any]:
     """Kill runs with SIGKILL at random moments, `count` times in all, and compare each with one that was left alone.
 
-    A run is started, killed, resumed, killed, ... until it ends; the moments are uniform over the time of a whole run.
-    A run without a checkpoint yet is begun anew.
+    A run is started, killed, resumed, killed, ... until it ends. Three moments of four are uniform over the time of its
+    updates, the others over that of a whole run, start-up included. A run without a checkpoint yet is begun anew.
 
     Args:
         engine: plain or vllm.
@@ -150,10 +162,12 @@ def kills(*, engine: str, count: int, seed: int = 0, show: Callable[[str], None]
             if mode not in references:
                 whole, began = config_of(root / "model", root / mode, engine, mode), time.monotonic()
                 _chain(whole, iter(()))
-                references[mode] = outcome(whole.out), time.monotonic() - began
-            reference, whole_s = references[mode]
+                updates_s = sum(line["seconds"] for line in report.read_metrics(whole.out)[1:])
+                references[mode] = outcome(whole.out), time.monotonic() - began, updates_s
+            reference, whole_s, updates_s = references[mode]
             config = config_of(root / "model", root / f"run-{number}", engine, mode)
-            moments = (draw.uniform(0, whole_s) for _ in range(count - totals["kills"]))
+            kinds = (draw.random() < 0.75 for _ in range(count - totals["kills"]))
+            moments = ((updating, draw.uniform(0, updates_s if updating else whole_s)) for updating in kinds)
             totals.update(_chain(config, moments))
             if outcome(config.out) != reference:
                 differing.append((number, mode))
