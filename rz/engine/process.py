@@ -26,7 +26,8 @@ class ProcessEngine:
         params: float32 masters by name; published as `version`.
         threads: >= 1, of the child's torch.
         limit_s: > 0, seconds that a call may take (start-up included) before the child counts as hung.
-    Raises: what the child raises, with its traceback as the cause; RuntimeError if it dies, TimeoutError if it hangs.
+    Raises: what the child raises, with its traceback as the cause; RuntimeError if it dies; TimeoutError if it hangs:
+        then, as after a Ctrl-C during a call, it is killed and the engine is closed.
     """
 
     def __init__(
@@ -107,9 +108,14 @@ class ProcessEngine:
         try:
             if not self._pipe.poll(self._limit_s):
                 raise TimeoutError(f"engine process must answer {name} within {self._limit_s} s, got nothing")
-            value, error, trace = pickle.loads(self._pipe.recv_bytes())
+            message = self._pipe.recv_bytes()
         except (EOFError, ConnectionResetError):
             raise self._death(name) from None
+        except BaseException:  # its answer, should it come, would be taken for that of the next call
+            self._child.kill()
+            self._pipe.close()
+            raise
+        value, error, trace = pickle.loads(message)
         if error is not None:
             raise error from RuntimeError(f"in the engine process:\n{trace}")
         return value
@@ -154,7 +160,8 @@ def _serve(pipe, make: Callable[..., Engine], shared: Mapping[str, Tensor], vers
         trace = "" if error is None else "".join(traceback.format_exception(error))
         try:
             message = pickle.dumps((value, error, trace))
-        except Exception:  # an error that cannot travel is told by its text
+            error is None or pickle.loads(message)
+        except Exception:  # an error that cannot travel, or not arrive, is told by its text
             message = pickle.dumps((None, RuntimeError(repr(error)), trace))
         pipe.send_bytes(message)
 

@@ -70,6 +70,17 @@ def no_engine(params, version):
     raise ValueError("slots must be >= 1, got 0")
 
 
+class Demanding(Exception):
+    """Can be pickled, but not unpickled: its one argument is not what it is made of."""
+
+    def __init__(self, reason, place):
+        super().__init__(reason)
+
+
+def demanding_engine(params, version):
+    raise Demanding("no room", "here")
+
+
 def vllm_engine(folder, config, params, version, **settings):
     from rz.engine.vllm import VllmEngine
 

@@ -8,7 +8,19 @@ from time import perf_counter
 import pytest
 import torch
 from conftest import SETTINGS
-from rollouts import all_bits, ask, audit, finish, hanging_engine, mixed, no_engine, plain_engine, prompt, vllm_engine
+from rollouts import (
+    all_bits,
+    ask,
+    audit,
+    demanding_engine,
+    finish,
+    hanging_engine,
+    mixed,
+    no_engine,
+    plain_engine,
+    prompt,
+    vllm_engine,
+)
 
 from rz.engine.plain import PlainEngine
 from rz.engine.process import ProcessEngine
@@ -92,9 +104,17 @@ def test_a_hanging_engine_is_named_within_its_limit(model):
     with pytest.raises(TimeoutError, match=r"engine process must answer step within 0.2 s, got nothing"):
         engine.step()
     assert perf_counter() - began < 1.2
-    engine._limit_s = 0.1
+    began, engine._limit_s = perf_counter(), 20.0  # nothing waits for it a second time
+    with pytest.raises(RuntimeError, match="engine must be open, got one that was closed"):
+        engine.running()
     engine.close()
-    assert not engine._child.is_alive()
+    assert perf_counter() - began < 5.0 and not engine._child.is_alive()
+
+
+def test_an_error_that_cannot_be_made_again_is_told_by_its_text(model):
+    with pytest.raises(RuntimeError, match=r"Demanding\('no room'\)") as caught:
+        ProcessEngine(demanding_engine, model[2], limit_s=60.0)
+    assert "in the engine process" in str(caught.value.__cause__) and "Demanding" in str(caught.value.__cause__)
 
 
 def test_vllm_in_a_process_gives_the_bits_of_the_plain_engine(model, other):
