@@ -49,8 +49,8 @@ class UpdateRecord:
         seconds: rollout, reward_wait, update, audit, publish, and total, all since the last record. Parts of an update
             beside the engine overlap.
         engine_steps: since the last record.
-        snapshot: makes the value from which the run goes on as if never interrupted; None where nothing was published
-            while responses were in flight.
+        snapshot: makes the value from which the run goes on as if never interrupted, if called within on_update; None
+            where nothing was published while responses were in flight.
     """
 
     state: Any
@@ -101,11 +101,13 @@ async def train(
         on_response: called with each response as it finishes, before its reward is known, in an order that repeats.
         on_end: called however the run ends, with a function that makes the snapshot of its last publish.
         stop: when set, the turn is finished, running responses are aborted, and the state is returned. Responses not
-            consumed by then are lost to this run, and tokens sampled since the last update are not audited.
-        reward_timeout_s: > 0, seconds. How long an update waits for the rewards of its groups. Time in which engine or
-            learner block the event loop does not count.
+            consumed by then are lost to this run, as is an update under way beside the engine, and tokens sampled since
+            the last update are not audited.
+        reward_timeout_s: > 0, seconds. How long an update waits for the rewards of its groups; where it runs beside the
+            engine, the engine's steps count.
         drop_unscored: a group whose reward is late, raises or is no finite number is left out of its update, and
-            counted, instead of ending the run. An update of no group at all ends it.
+            counted, instead of ending the run. An update of no group at all ends it. What is late is a matter of time,
+            so a run that left a late one out need not repeat.
         overlap_steps: >= 0, engine steps beside each update (fewer if the engine runs out of work); 0 with exact_lag.
         first_prompt: index of the first prompt; later groups follow in order of index.
         resume: go on from here; engine serves resume.history[0] under resume.plan.served, and state is resume.state.
@@ -114,7 +116,7 @@ async def train(
         naming prompt and sample: TimeoutError if it is late, RuntimeError if score raises, TypeError or ValueError if
         it is no finite number. RuntimeError if update does not raise the version by one, the engine stalls, or a
         token's version breaks the bound. What engine, task, update, audit and callbacks raise passes through. Pending
-        rewards are cancelled.
+        rewards are cancelled; they, and an update in its thread, are waited for, for reward_timeout_s at most.
     """
     if not 0 < reward_timeout_s < math.inf:
         raise ValueError(f"reward_timeout_s must be > 0 and finite, got {reward_timeout_s}")
@@ -134,13 +136,14 @@ async def train(
     request = partial(Request, max_tokens=max_tokens, temperature=temperature, stop_ids=task.stop_ids)
     prompts = {group.prompt_index: _prompt(task, group.prompt_index) for group in plan.groups}  # of open groups
     scored: dict[Id, tuple[Rollout, asyncio.Task[float]]] = {}  # finished, not consumed
+    consumed: dict[Id, tuple[Rollout, asyncio.Task[float]]] = {}  # by updates since the last boundary
     replays: dict[Id, Tensor] = {}  # what was replayed of the open groups' responses
     seen: dict[Id, int] = {}  # tokens of theirs that the audit was shown
     for saved in resume.responses:
         _restore(saved, engine, task, prompts, request, scored, replays)
         seen[saved.rollout.prompt_index, saved.rollout.sample] = len(saved.rollout.response_ids)
     boundary = plan, state, tuple(params)
-    last_snapshot = lambda: snapshot(*boundary, engine.running(), scored, replays)
+    last_snapshot = lambda: snapshot(*boundary, engine.running(), consumed | scored, replays)
     unaudited: list[Rollout] = []  # finished since the last audit
     seconds, steps, quiet, began = dict.fromkeys(PARTS, 0.0), 0, (0, None), perf_counter()
     under_way: asyncio.Task | None = None  # the update
@@ -187,10 +190,9 @@ async def train(
                 unaudited.clear()
             for group in (*groups, *left_out):
                 del prompts[group.prompt.index]
-                for rollout in group.rollouts:
-                    del scored[rollout.prompt_index, rollout.sample]
-                    replays.pop((rollout.prompt_index, rollout.sample), None)
-                    seen.pop((rollout.prompt_index, rollout.sample), None)
+                for key in ((rollout.prompt_index, rollout.sample) for rollout in group.rollouts):
+                    consumed[key] = scored.pop(key)
+                    seen.pop(key, None)
             with _timed(seconds, "publish"):
                 published = schedule.due_version(plan) > engine.version
                 if published or exact:
@@ -202,6 +204,9 @@ async def train(
                 if complete:
                     current = () if published or exact else (publish_params(state),)
                     boundary = plan, state, (*params, *current)
+                    for key in consumed:
+                        replays.pop(key, None)
+                    consumed.clear()
             seconds["total"], began = perf_counter() - began, perf_counter()
             own = _own_metrics(state.version, batch, counts, len(left_out), steps, seconds)
             record = UpdateRecord(
@@ -281,10 +286,15 @@ async def _learn(gather, state, update, allowed: range, replays, seconds: dict[s
     batch, before = stack(groups), state.version
     with _timed(seconds, "update"):
         if beside:
+            thread = in_thread(update, state, batch)
             try:
-                outcome, error = await asyncio.wait_for(in_thread(update, state, batch), UPDATE_LIMIT_S)
-            except TimeoutError:
-                raise TimeoutError(f"update to version {before + 1} must end within {UPDATE_LIMIT_S} s") from None
+                await asyncio.wait([thread], timeout=UPDATE_LIMIT_S)
+            except asyncio.CancelledError:  # the run is ending: a thread that computes then would abort the process
+                await asyncio.wait([thread])
+                raise
+            if not thread.done():
+                raise TimeoutError(f"update to version {before + 1} must end within {UPDATE_LIMIT_S} s, got none")
+            outcome, error = thread.result()
             if error is not None:
                 raise error
             state, metrics = outcome

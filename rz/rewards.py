@@ -98,6 +98,7 @@ async def rewarded(
             f"of the update that needs it, got none ({len(late)} of {len(rewards)} are late)"
         )
     for key in late:
+        rewards[key].add_done_callback(_read)
         rewards[key].cancel()
     missing = {*late, *failed}
     kept, left_out = [], []
@@ -113,11 +114,16 @@ async def rewarded(
     return tuple(kept), tuple(left_out)
 
 
-async def cancel(rewards: Sequence[asyncio.Task[float]], limit_s: float) -> None:
-    """Cancel the rewards that are pending; wait no longer than the limit for those that resist."""
-    for reward in rewards:
-        reward.cancel()
-    if rewards:
-        done, _ = await asyncio.wait(rewards, timeout=limit_s)
-        for reward in done:
-            reward.cancelled() or reward.exception()  # read, so that asyncio does not report it as lost
+async def cancel(tasks: Sequence[asyncio.Task], limit_s: float) -> None:
+    """Cancel the tasks that are pending; wait no longer than the limit for those that resist."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        done, _ = await asyncio.wait(tasks, timeout=limit_s)
+        for task in done:
+            _read(task)
+
+
+def _read(task: asyncio.Task) -> None:
+    """So that asyncio does not report its error as lost."""
+    task.cancelled() or task.exception()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rz.batch import Rollout
+from rz.rewards import Id
 from rz.schedule import Schedule, submitted
 
 Params = Mapping[str, Tensor]
-Id = tuple[int, int]  # (prompt_index, sample)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -92,7 +92,7 @@ def snapshot(
 
     Args:
         plan, state, history: of that moment.
-        running: what the engine runs now.  scored: what has finished and was not consumed by then.
+        running: what the engine runs now.  scored: what has finished and was not consumed by then, at least.
         replays: [t] float32 of the first tokens of a response, NaN where they were not replayed.
     """
     known = {(rollout.prompt_index, rollout.sample): rollout for rollout in running}

@@ -1,14 +1,15 @@
 """How a run ends before its last update: stopped, or failed."""
 
 import asyncio
+import gc
 import threading
 import traceback
-from time import perf_counter
+from time import perf_counter, sleep
 
 import attrs
 import numpy as np
 import pytest
-from scripted_engine import Learner, ScriptedEngine, Sums, arguments, plan, run, uneven
+from scripted_engine import Learner, ScriptedEngine, Sums, arguments, learn, plan, run, uneven
 
 from rz import loop
 from rz.loop import train
@@ -126,6 +127,27 @@ def test_an_engine_that_raises_ends_the_run_with_its_traceback():
     assert "scripted_engine.py" in traceback.extract_tb(caught.value.__traceback__)[-1].filename
 
 
+def test_a_run_that_fails_beside_an_update_waits_for_its_thread():
+    """A thread that still computes when the interpreter ends aborts the process."""
+    begun, ended = threading.Event(), []
+
+    def slow(state, batch):
+        begun.set()
+        sleep(0.1)
+        ended.append(state.version)
+        return learn(state, batch)
+
+    class Failing(ScriptedEngine):
+        def step(self):
+            if begun.is_set():
+                raise OSError("the engine failed")
+            return super().step()
+
+    with pytest.raises(OSError, match="the engine failed"):
+        run(Failing(uneven), update=slow, overlap_steps=10**9, settings=plan(max_lag=8))
+    assert ended == [0]
+
+
 @pytest.mark.parametrize("duration", [10**9, None])
 def test_an_engine_that_stalls_ends_the_run(duration, monkeypatch):
     monkeypatch.setattr(loop, "STALL_STEPS", 20)
@@ -239,7 +261,7 @@ class Half(Sums):
 
 
 @pytest.mark.parametrize("how", ["late", "raises", "nan"])
-def test_a_group_without_a_reward_is_left_out_and_counted(how):
+def test_a_group_without_a_reward_is_left_out_and_counted(how, caplog):
     engine = ScriptedEngine(uneven)
     settings = plan(max_lag=0, updates=3)
     records, state = run(engine, task=Half(how=how), settings=settings, reward_timeout_s=0.05, drop_unscored=True)
@@ -248,6 +270,8 @@ def test_a_group_without_a_reward_is_left_out_and_counted(how):
     assert [[group.prompt.index for group in record.left_out] for record in records] == [[1], [], [4]]
     assert [record.metrics["dropped_groups"] for record in records] == [1, 0, 1]
     assert len(records[0].batch.rewards) == 2 and all(np.isnan(records[0].left_out[0].rewards))
+    gc.collect()
+    assert not caplog.records  # asyncio tells of errors that nobody has read
 
 
 def test_an_update_without_any_group_left_ends_the_run():
