@@ -59,9 +59,11 @@ class TrainConfig:
         eval_temperature: of evaluation; the default is as good as greedy.
         stop_accuracy: end the run once an evaluation reaches this; 0 never does.
         reward_timeout_s: seconds that an update waits for a reward.
-        stall_timeout_s: seconds without an update after which the process shows where each thread is and exits with
-            status 1, whatever hangs; the last checkpoint resumes. 0 never does.
-        drop_unscored: leave a group out whose reward is late, fails or is no number, instead of ending the run.
+        stall_timeout_s: seconds without an update (or, before the first and after the last one, for the evaluation)
+            after which the process shows where each thread is and exits with status 1, whatever hangs; the last
+            checkpoint resumes. 0 never does.
+        drop_unscored: leave a group out whose reward is late, fails or is no number, instead of ending the run; which
+            are late is a matter of time, so such a run need not repeat.
         chat_template: render prompts with the tokenizer's chat template where it has one.
     Raises: ValueError naming the field, the rule and the value.
     """

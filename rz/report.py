@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -135,16 +136,20 @@ class Log:
     Args:
         places: of `places()` when the run was at `version`: what was written later is cut off, so that a run that goes
             on from there leaves the log of one that was never interrupted. None: a new run.
+    Raises: ValueError, and changes nothing, if a file is shorter than its place.
     """
 
     def __init__(self, run: Path, *, places: Mapping[str, int] | None = None, version: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        for name, place in ({} if places is None else places).items():
+            size = (run / name).stat().st_size if (run / name).exists() else 0
+            if size < place:
+                raise ValueError(f"{run / name} must hold at least the {place} bytes it had, got {size}")
         self._files = {name: (run / name).open("ab") for name in (METRICS, ROLLOUTS)}
         for name, place in ({} if places is None else places).items():
-            if (size := (run / name).stat().st_size) < place:
-                raise ValueError(f"{run / name} must hold at least the {place} bytes it had, got {size}")
             self._files[name].truncate(place)
+            self._files[name].seek(place)
         purge = None if places is None else version + 1
         self._events = SummaryWriter(str(run / "tensorboard"), purge_step=purge)
 
@@ -171,6 +176,12 @@ class Log:
         """The bytes of each file so far."""
         return {name: opened.tell() for name, opened in self._files.items()}
 
+    def sync(self) -> None:
+        """Put what was written onto the disk, as a checkpoint that relies on it must not outlive it."""
+        for opened in self._files.values():
+            os.fsync(opened.fileno())
+        self._events.flush()
+
     def close(self) -> None:
         for opened in self._files.values():
             opened.close()
@@ -196,9 +207,14 @@ class Totals:
 
 
 class Progress:
-    """One live line on a terminal, a plain line now and then elsewhere."""
+    """One live line on a terminal, a plain line now and then elsewhere.
 
-    def __init__(self, updates: int, done: int = 0) -> None:
+    Args:
+        updates: of the run.
+        done, audited, differing: updates made and tokens counted before, of a run that goes on.
+    """
+
+    def __init__(self, updates: int, *, done: int = 0, audited: int = 0, differing: int = 0) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
@@ -210,7 +226,7 @@ class Progress:
             TextColumn("update"), MofNCompleteColumn(), BarColumn(20), text, TimeElapsedColumn(), console=self._console
         )
         self._task = self._bar.add_task("", total=updates, completed=done, text="")
-        self._audited = self._differing = 0
+        self._audited, self._differing = audited, differing
         if self._console.is_terminal:
             self._bar.start()
 

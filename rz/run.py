@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,14 +118,17 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
     except Exception:
         folder.rmdir()
         raise
-    report.write_config(folder, attrs.asdict(config))
-    return _train(config, model, task, held_out, engine, start, proof, None)
+    with _ending(engine):
+        report.write_config(folder, attrs.asdict(config))
+        return _train(config, model, task, held_out, engine, start, proof, None)
 
 
 def resume(
     run: Path, open_tasks: Callable[[TrainConfig], tuple[Task, Task | None]], *, updates: int | None, same_machine: bool
 ) -> dict[str, Any]:
     """Go on with a run from its newest whole checkpoint, as if it had never been interrupted; as `run` otherwise.
+
+    In the closing table seconds, updates per second and peak memory are of this part of the run, all else of the whole.
 
     Args:
         run: its folder.
@@ -148,7 +151,8 @@ def resume(
             raise ValueError(f"run must hold no version after the one it goes on from, got {folder}")
     start = placed(saved.snapshot, config.device)
     engine = open_engine(config, model, start)
-    return _train(config, model, task, held_out, engine, start, proof, saved)
+    with _ending(engine):
+        return _train(config, model, task, held_out, engine, start, proof, saved)
 
 
 def _check_device(config: TrainConfig) -> None:
@@ -177,10 +181,10 @@ def _train(
 ) -> dict[str, Any]:
     folder, first = config.out, start.state.version
     log = report.Log(folder, places=None if saved is None else saved.extra["logs"], version=first)
-    progress = report.Progress(config.updates, first)
     totals = report.Totals(report.each_metrics(folder))
-    stop, latest = asyncio.Event(), [start.state]
-    due: list[bool] = [False]  # a checkpoint is, at the next update with a publish
+    progress = report.Progress(config.updates, done=first, audited=totals.audited, differing=totals.differing)
+    stop, latest = asyncio.Event(), start.state
+    due = False  # a checkpoint is, at the next update with a publish
     unused = {  # finished, not consumed by an update yet
         (r.rollout.prompt_index, r.rollout.sample): attrs.evolve(r.rollout, replay_logprobs=None)
         for r in start.responses
@@ -203,8 +207,14 @@ def _train(
             seed=config.seed,
         )
 
+    def mark() -> dict[str, Any]:
+        """What a checkpoint of the moment says of the logs."""
+        audited = {"tokens_audited": totals.audited, "tokens_differing": totals.differing}
+        return {"version": latest.version, "places": log.places(), "audited": audited}
+
     def save(snapshot: Snapshot) -> None:
-        extra = {"logs": places[0], "before": before and attrs.asdict(before)}
+        extra = {"logs": logged["places"], "before": before and attrs.asdict(before)}
+        log.sync()
         checkpoint.save(
             folder,
             snapshot,
@@ -212,7 +222,7 @@ def _train(
             source=config.model,
             keep=config.keep or None,
             extra=extra,
-            certificate={**proof, "tokens_audited": totals.audited, "tokens_differing": totals.differing},
+            certificate=proof | logged["audited"],
         )
 
     def watch() -> None:
@@ -220,7 +230,8 @@ def _train(
             faulthandler.dump_traceback_later(config.stall_timeout_s, exit=True, file=sys.__stderr__)
 
     def on_update(record: UpdateRecord) -> None:
-        metrics, latest[0] = dict(record.metrics), record.state
+        nonlocal latest, due, logged
+        metrics, latest = dict(record.metrics), record.state
         if config.eval_every and record.state.version % config.eval_every == 0 and config.eval_prompts and held_out:
             metrics["accuracy"] = measure(record.state.params).mean
             if config.stop_accuracy and metrics["accuracy"] >= config.stop_accuracy:
@@ -234,26 +245,28 @@ def _train(
             del unused[rollout.prompt_index, rollout.sample]
         progress.update(metrics)
         totals.add(metrics)
-        due[0] |= bool(config.save_every) and record.state.version % config.save_every == 0
+        due |= bool(config.save_every) and record.state.version % config.save_every == 0
         if record.snapshot is not None:
-            places[0] = log.places()
-        if due[0] and record.snapshot is not None:
-            save(record.snapshot())
-            due[0] = False
+            logged = mark()
+            if due:
+                save(record.snapshot())
+                due = False
         watch()
 
     def on_end(snapshot: Callable[[], Snapshot]) -> None:
-        """A checkpoint of the last publish, if it can still be had: an engine that died takes its responses along."""
+        """A checkpoint of the last publish, if it can still be had: an engine that died takes its responses along, and
+        an update that failed to be logged would be missing from the log for ever."""
         try:
             last = snapshot()
-        except Exception:
+        except (RuntimeError, OSError):
             return
-        if last.state.version not in checkpoint.kept_versions(folder):
+        if last.state.version == logged["version"] and last.state.version not in checkpoint.kept_versions(folder):
             save(last)
 
     before = None if saved is None or saved.extra["before"] is None else Accuracy(**saved.extra["before"])
-    places = [log.places()]  # of the last snapshot
+    logged = mark()  # at the last snapshot
     began = time.perf_counter()
+    watch()
     try:
         with _interruptible(stop, folder):
             if saved is None:
@@ -293,34 +306,42 @@ def _train(
                 )
             )
     finally:
-        faulthandler.cancel_dump_traceback_later()
         seconds = time.perf_counter() - began
-        try:
-            progress.close()
+        progress.close()
+        with closing(log):
             log.unused(unused.values())
-            log.close()
-        finally:
-            engine.close()
-    made = latest[0].version - first
-    after = measure(latest[0].params)
-    if latest[0].version:
+    engine.close()  # its memory, before the evaluation
+    watch()
+    after = measure(latest.params)
+    faulthandler.cancel_dump_traceback_later()
+    if latest.version:
         report.plot(folder)
     shown = lambda accuracy: f"{accuracy.mean:.3f}  (95% interval {accuracy.low:.3f} to {accuracy.high:.3f})"
     rows = (
         {} if before is None else {"held-out accuracy before": shown(before), "held-out accuracy after": shown(after)}
     )
     return rows | {
-        "updates": latest[0].version,
+        "updates": latest.version,
         "tokens trained on": totals.tokens,
         "lag mean": totals.lag / max(1, totals.tokens),
         "lag max": totals.lag_max,
         "tokens audited": totals.audited,
         "tokens differing": totals.differing,
-        "updates per second": made / seconds,
+        "updates per second": (latest.version - first) / seconds,
         "seconds": seconds,
         "peak memory, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "run folder": str(folder),
     }
+
+
+@contextmanager
+def _ending(engine: Engine) -> Iterator[None]:
+    """Close the engine and watch for stalls no longer, however the block ends."""
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        engine.close()
 
 
 @contextmanager

@@ -91,6 +91,22 @@ def test_the_log_holds_one_line_an_update_from_the_moment_it_is_made(tmp_path):
     assert [(one.step, one.value) for one in events.Scalars("policy_version")] == [(5, 5.0), (6, 6.0)]
 
 
+def test_a_log_that_goes_on_stands_at_its_places_and_one_that_cannot_changes_nothing(tmp_path):
+    log = report.Log(tmp_path)
+    log.update(line(1), ())
+    places = log.places()
+    log.update(line(2), ())
+    log.close()
+    with pytest.raises(ValueError, match=r"rollouts.jsonl must hold at least the 7 bytes it had, got 0"):
+        report.Log(tmp_path, places=places | {report.ROLLOUTS: 7}, version=1)
+    assert [metrics["policy_version"] for metrics in report.read_metrics(tmp_path)] == [1, 2]
+    log = report.Log(tmp_path, places=places, version=1)
+    assert log.places() == places
+    log.update(line(2, tokens=3), ())
+    log.close()
+    assert report.read_metrics(tmp_path) == [line(1), line(2, tokens=3)]
+
+
 def test_settings_read_back(tmp_path):
     report.write_config(tmp_path, {"dtype": "float32", "out": tmp_path})
     assert report.read_config(tmp_path) == {"dtype": "float32", "out": str(tmp_path)}
@@ -103,13 +119,13 @@ def test_the_plot_is_a_picture(tmp_path):
 
 
 def test_progress_outside_a_terminal_is_a_plain_line_with_the_counts_so_far(capsys):
-    progress = report.Progress(updates=2)
-    for version in (1, 2):
+    progress = report.Progress(updates=3, done=1, audited=5, differing=1)
+    for version in (2, 3):
         progress.update(line(version, tokens=10, seconds=2.0, accuracy=0.25, audited_tokens=5, differing_tokens=1))
     progress.close()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("update 1/2") and "audited 5, differing 1" in lines[0] and "5 tok/s" in lines[0]
-    assert lines[1].startswith("update 2/2") and "audited 10, differing 2" in lines[1] and "held-out 0.250" in lines[1]
+    assert lines[0].startswith("update 2/3") and "audited 10, differing 2" in lines[0] and "5 tok/s" in lines[0]
+    assert lines[1].startswith("update 3/3") and "audited 15, differing 3" in lines[1] and "held-out 0.250" in lines[1]
 
 
 def test_a_table_shows_every_row(capsys):

@@ -21,12 +21,14 @@ from rz.engine.plain import PlainEngine
 from rz.kills import MODES, Anything, config_of, outcome
 from rz.models.make import make_tiny
 from rz.run import resume, run
+from rz.tasks import Arithmetic
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    make_tiny(tmp_path_factory.mktemp("resume") / "model", **kills.SIZES)
-    return tmp_path_factory.getbasetemp() / next(tmp_path_factory.getbasetemp().glob("resume*")) / "model"
+    folder = tmp_path_factory.mktemp("resume") / "model"
+    make_tiny(folder, **kills.SIZES)
+    return folder
 
 
 def tasks(config):
@@ -71,7 +73,7 @@ def stop_at(version, config):
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"engine_process": True}, {"slow": True}], ids=["again", "engine process", "slow rewards"]
+    "change", [(), ("engine_process",), ("slow",)], ids=["again", "engine process", "slow rewards"]
 )
 def test_the_same_run_twice_is_the_same_bit_for_bit(model, tmp_path, change):
     """Asynchronous and overlapping; nor does it matter where the engine runs, or how long a reward takes."""
@@ -83,8 +85,8 @@ def test_the_same_run_twice_is_the_same_bit_for_bit(model, tmp_path, change):
             time.sleep(0.03 * (prompt.index % 3))
             return super().score(prompt, response_ids)
 
-    task = Slow(seed=first.seed) if change.pop("slow", False) else tasks(first)[0]
-    second = attrs.evolve(first, out=tmp_path / "second", **change)
+    task = Slow(seed=first.seed) if "slow" in change else tasks(first)[0]
+    second = attrs.evolve(first, out=tmp_path / "second", engine_process="engine_process" in change)
     run(second, task, None)
     assert outcome(second.out) == outcome(first.out)
 
@@ -117,12 +119,28 @@ def test_kills_can_find_a_run_that_goes_on_wrongly(model, monkeypatch):
     assert kills.kills(engine="plain", count=8, seed=2)["differing"] > 0
 
 
-def test_one_axis_that_goes_on_at_the_right_step(model, tmp_path):
+def test_one_axis_and_counts_that_go_on_at_the_right_step(model, tmp_path, capsys):
     config = config_of(model, tmp_path / "run", "plain", "turns")
     stop_at(5, config)
-    go_on(config.out)
-    versions = [line["policy_version"] for line in report.read_metrics(config.out)]
-    assert versions == list(range(1, 17))
+    capsys.readouterr()
+    audited = go_on(config.out)["tokens audited"]
+    lines = report.read_metrics(config.out)
+    assert [line["policy_version"] for line in lines] == list(range(1, 17))
+    assert audited == sum(line["audited_tokens"] for line in lines)
+    shown = [text for text in capsys.readouterr().out.splitlines() if text]
+    assert shown[0].startswith("update 6/16") and f"audited {audited}, differing 0" in shown[-1]
+
+
+def test_a_stop_between_two_publishes_keeps_the_last_one(model, tmp_path):
+    whole = attrs.evolve(config_of(model, tmp_path / "whole", "plain", "seldom"), save_every=0)
+    run(whole, *tasks(whole))
+    halves = attrs.evolve(whole, out=tmp_path / "halves")
+    stop_at(7, halves)
+    assert list(kept_versions(halves.out)) == [0, 6]
+    proof = json.loads((version_folder(halves.out, 6) / "certificate.json").read_text())
+    assert proof["tokens_audited"] == sum(line["audited_tokens"] for line in report.read_metrics(halves.out)[:6])
+    go_on(halves.out)
+    assert outcome(halves.out) | {"kept": None} == outcome(whole.out) | {"kept": None}
 
 
 def test_more_updates_can_be_asked_for(model, tmp_path):
@@ -227,6 +245,34 @@ def test_a_reward_that_hangs(model, tmp_path):
     assert time.perf_counter() - began < 60
 
 
+def test_an_evaluation_that_raises_loses_no_line_of_the_log(model, tmp_path):
+    whole = attrs.evolve(config_of(model, tmp_path / "whole", "plain", "turns"), eval_every=3, eval_prompts=2)
+    held_out, calls = Arithmetic(split="held_out"), []
+    run(whole, tasks(whole)[0], held_out)
+
+    class Raising(Arithmetic):
+        def score(self, prompt, response_ids):
+            calls.append(1)
+            if len(calls) == 3:  # the first question of the second evaluation, at version 3
+                raise OSError("no sandbox")
+            return super().score(prompt, response_ids)
+
+    config = attrs.evolve(whole, out=tmp_path / "failing")
+    with pytest.raises(OSError, match="no sandbox"):
+        run(config, tasks(config)[0], Raising(split="held_out"))
+    resume(config.out, lambda config: (tasks(config)[0], held_out), updates=None, same_machine=True)
+    assert outcome(config.out) == outcome(whole.out)
+
+
+def test_the_logs_are_on_the_disk_before_each_checkpoint(model, tmp_path, monkeypatch):
+    order, sync, save = [], report.Log.sync, checkpoint.save
+    monkeypatch.setattr(report.Log, "sync", lambda log: (order.append("sync"), sync(log)))
+    monkeypatch.setattr(checkpoint, "save", lambda *a, **k: (order.append("save"), save(*a, **k)))
+    config = attrs.evolve(config_of(model, tmp_path / "run", "plain", "turns"), updates=4)
+    run(config, *tasks(config))
+    assert order == ["sync", "save"] * 3  # versions 0, 2 and 4
+
+
 def test_a_full_disk(model, tmp_path):
     def fault(patch):
         real = checkpoint.save_file
@@ -322,12 +368,14 @@ def test_resume_of_no_run_is_one_line(tmp_path):
         go_on(tmp_path)
 
 
-def test_a_log_that_lost_bytes_is_refused(model, tmp_path):
-    config = config_of(model, tmp_path / "run", "plain", "turns")
+def test_a_log_that_lost_bytes_is_refused_and_the_engine_closed(model, tmp_path, monkeypatch):
+    config, closed = config_of(model, tmp_path / "run", "plain", "turns"), []
     stop_at(4, config)
+    monkeypatch.setattr(PlainEngine, "close", lambda engine: closed.append(engine.version))
     (config.out / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"metrics.jsonl must hold at least the \d+ bytes it had, got 0"):
         go_on(config.out)
+    assert closed == [4]
 
 
 def test_without_a_whole_checkpoint_nothing_goes_on(model, tmp_path):
