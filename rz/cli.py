@@ -195,7 +195,7 @@ def _eval(command: EvalCommand) -> int:
     return 0
 
 
-def _bench(command: BenchRolloutCommand) -> int:
+def _bench_rollout(command: BenchRolloutCommand) -> int:
     from rz.bench import bench_rollout
 
     values = bench_rollout(
@@ -310,7 +310,7 @@ RUN = {
     VerifyCommand: _verify,
     KernelsCommand: _kernels,
     EvalCommand: _eval,
-    BenchRolloutCommand: _bench,
+    BenchRolloutCommand: _bench_rollout,
     BenchAsyncCommand: _bench_async,
     BenchStepCommand: _bench_step,
     BenchLearnerCommand: _bench_learner,
