@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -171,10 +172,11 @@ def summarise(out: Path) -> dict[str, Any]:
     window = min(WINDOW, max(1, updates // 3))
     middle = (updates - window) // 2
     rewards: list[float] = []
-    lags, memory, accuracy = 0.0, {}, {}
+    lags, memory, accuracy, by_lag = 0.0, {}, {}, Counter()
     for place, line in enumerate(report.each_metrics(run_folder)):
         rewards.append(line["reward_mean"])
         lags += line["lag_mean"] * line["tokens"]
+        by_lag.update({name: int(value) for name, value in line.items() if name.startswith("tokens_lag_")})
         if line["policy_version"] in (min(1000, updates), updates):
             memory[str(line["policy_version"])] = line["memory_mb"]
         if "accuracy" in line and abs(place + 1 - updates // 2) < abs(accuracy.get("at", 0) - updates // 2):
@@ -197,6 +199,7 @@ def summarise(out: Path) -> dict[str, Any]:
         **total,
         "lag_max": max(point["lag_max"] for point in points),
         "lag_mean": lags / max(1, total["tokens"]),
+        **by_lag,
         "ratio_max": max(point["ratio_max"] for point in points),
         "ess_least": min(line["ess"] for line in report.each_metrics(run_folder)),
         "memory_mb": memory,
@@ -218,6 +221,7 @@ def rows(summary: Mapping[str, Any]) -> dict[str, Any]:
         "tokens differing": summary["differing_tokens"],
         "lag, largest": summary["lag_max"],
         "lag, mean": summary["lag_mean"],
+        "tokens at lag 33 to 64": summary["tokens_lag_33_64"],
         "ratio, largest": summary["ratio_max"],
         "effective sample size, least of an update": summary["ess_least"],
         **{f"peak memory at {version}, MB": value for version, value in summary["memory_mb"].items()},
@@ -247,7 +251,7 @@ def plot(summary: Mapping[str, Any], path: Path) -> None:
     held = [(point["version"], point["accuracy"]) for point in points if "accuracy" in point]
     if held:
         axes.flat[0].plot(*zip(*held, strict=True), "o-", label="held-out accuracy", markersize=3, linewidth=1)
-    axes.flat[5].set_ylim(bottom=0)
+    axes.flat[5].set_ylim(0, 1.2 * max(point["memory_mb"] for point in points))
     for place in axes.flat:
         for version in summary["resumed_from"]:
             place.axvline(version, color="grey", linestyle=":", linewidth=1)

@@ -17,8 +17,8 @@ from rz.run import run
 
 SIZES = {"layers": 1, "hidden_size": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 16}
 TRAIN = {
-    "engine": "plain", "updates": 60, "group_size": 2, "groups_per_update": 2, "slots": 24, "max_lag": 8,
-    "publish_every": 2, "audit_share": 0.5, "save_every": 4, "keep": 2, "eval_every": 20, "eval_prompts": 16,
+    "engine": "plain", "updates": 24, "group_size": 2, "groups_per_update": 2, "slots": 24, "max_lag": 8,
+    "publish_every": 2, "audit_share": 0.5, "save_every": 2, "keep": 2, "eval_every": 8, "eval_prompts": 16,
     "learning_rate": 1e-4,
 }  # fmt: skip
 SETTINGS = {"model": SIZES | {"max_positions": 16}, "warm_up": 0.0, "tries": 2, "train": TRAIN}
@@ -66,7 +66,7 @@ def test_a_soak_that_is_killed_ends_as_one_that_was_not(tmp_path):
     finally:
         stopped.set()
         killer.join()
-    assert len(summary["resumed_from"]) == 1 and summary["updates"] == 60
+    assert len(summary["resumed_from"]) == 1 and summary["updates"] == 24
     assert summary["audited_tokens"] > 0 and summary["differing_tokens"] == 0 and 0 < summary["lag_max"] <= 8
 
     config = TrainConfig.from_values(report.read_config(out / "run") | {"out": tmp_path / "whole"})
@@ -79,13 +79,14 @@ def test_a_soak_that_is_killed_ends_as_one_that_was_not(tmp_path):
 
     whole = lines[1]
     mean = lambda part: sum(line["reward_mean"] for line in part) / len(part)
-    assert summary["reward"] == {  # windows of 60 // 3 = 20 updates, the middle one from (60 - 20) / 2 on
-        "start": mean(whole[:20]), "middle": mean(whole[20:40]), "end": mean(whole[40:]), "window": 20,
+    assert summary["reward"] == {  # windows of 24 // 3 = 8 updates, the middle one from (24 - 8) / 2 on
+        "start": mean(whole[:8]), "middle": mean(whole[8:16]), "end": mean(whole[16:]), "window": 8,
     }  # fmt: skip
-    assert summary["accuracy"]["end"] == whole[59]["accuracy"] and summary["accuracy"]["at"] in (20, 40)
+    assert summary["accuracy"]["end"] == whole[23]["accuracy"] and summary["accuracy"]["at"] in (8, 16)
     for name in ("tokens", "audited_tokens"):
         assert summary[name] == sum(line[name] for line in whole)
-    assert set(summary["memory_mb"]) == {"60"}
+    assert sum(value for name, value in summary.items() if name.startswith("tokens_lag_")) == summary["tokens"]
+    assert set(summary["memory_mb"]) == {"24"}
     saved = json.loads((out / soak.SUMMARY).read_text())
     assert saved == summary and (out / soak.PLOT).stat().st_size > 1000
     assert soak.rows(summary)["resumed, times"] == 1
