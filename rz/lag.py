@@ -65,13 +65,13 @@ class LagSettings:
 
     Args:
         model: sizes of the Qwen3; head_dim as vLLM's own attention takes it, such as 32.
-        digits: of the sums. Trained and judged on the same questions: what is compared is how a run optimises.
-        warm_up: part of the questions that the start checkpoint answers right, greedily.
+        digits: of the sums.
+        warm_up: part of the held-out questions that the start checkpoint answers right, greedily.
         lags, seeds: every combination is run.
         updates, group_size, groups_per_update, learning_rate: of each run.
         cap: of the truncated weights.
         replayed: responses of each update that are replayed for the gap's two terms.
-        eval_prompts: questions before and after, a response each, at temperature 1.
+        eval_prompts: held-out questions before and after, a response each, at temperature 1 as in training.
     """
 
     model: Mapping[str, int]
@@ -126,7 +126,7 @@ def cells(settings: LagSettings) -> list[Cell]:
 
 def _reward(params, model: DenseConfig, settings: LagSettings) -> float:
     return evaluate(
-        params, model, Arithmetic(digits=settings.digits), questions=settings.eval_prompts, temperature=1.0,
+        params, model, Arithmetic(digits=settings.digits, split="held_out"), questions=settings.eval_prompts, temperature=1.0,
         max_tokens=settings.max_tokens, max_length=settings.max_length, slots=settings.eval_prompts, dtype=DTYPE,
     ).mean  # fmt: skip
 
@@ -219,7 +219,7 @@ def lag(config: LagConfig, *, show: Callable[[str], None] = print) -> dict[str, 
     config.out.mkdir(parents=True, exist_ok=True)
     start = config.out / "start"
     if not start.exists():
-        warmed(start, settings.model, accuracy=settings.warm_up, seed=0, digits=settings.digits, split="train")
+        warmed(start, settings.model, accuracy=settings.warm_up, seed=0, digits=settings.digits)
     model = load_config(start)
     params = load_params(start, model)
     made, stock = {}, None
