@@ -117,21 +117,21 @@ def warm_up(
     accuracy: float,
     seed: int,
     digits: int = DIGITS,
-    split: str = "held_out",
     show: Callable[[int, float, float], None] = lambda step, loss, accuracy: None,
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Supervised learning of sums until `accuracy` of the questions of a split are answered right (greedily).
+    """Supervised learning of sums until `accuracy` of held-out questions are answered right (greedily).
 
-    Returns: (parameters, accuracy reached).
+    Returns: (parameters, accuracy reached on held-out questions).
     Raises: RuntimeError if that takes more than WARM_UP_LIMIT steps.
     """
-    task, asked = (Arithmetic(digits=digits, seed=seed + 1, split=name) for name in ("train", split))
+    task = Arithmetic(digits=digits, seed=seed + 1)
+    held_out = Arithmetic(digits=digits, seed=seed + 1, split="held_out")
     state = PolicyState(params=params, optimizer=adamw_init(params), version=0)
     loss = math.nan
     for step in range(WARM_UP_LIMIT):
         if step % 20 == 0:
             reached = evaluate(
-                state.params, model, asked, questions=256, temperature=GREEDY, max_tokens=TOKENS, max_length=LENGTH,
+                state.params, model, held_out, questions=256, temperature=GREEDY, max_tokens=TOKENS, max_length=LENGTH,
                 slots=256, dtype=torch.float32, seed=seed,
             ).mean  # fmt: skip
             show(step, loss, reached)

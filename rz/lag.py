@@ -125,8 +125,9 @@ def cells(settings: LagSettings) -> list[Cell]:
 
 
 def _reward(params, model: DenseConfig, settings: LagSettings) -> float:
+    task = Arithmetic(digits=settings.digits, split="held_out")
     return evaluate(
-        params, model, Arithmetic(digits=settings.digits, split="held_out"), questions=settings.eval_prompts, temperature=1.0,
+        params, model, task, questions=settings.eval_prompts, temperature=1.0,
         max_tokens=settings.max_tokens, max_length=settings.max_length, slots=settings.eval_prompts, dtype=DTYPE,
     ).mean  # fmt: skip
 

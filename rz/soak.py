@@ -56,19 +56,15 @@ def train_config(out: Path, settings: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(**{"max_tokens": TOKENS, "max_length": LENGTH} | dict(settings["train"]) | fixed)
 
 
-def warmed(folder: Path, sizes: Mapping[str, int], *, accuracy: float, seed: int, **questions: Any) -> float:
-    """Write a Qwen3 of these sizes that answers this part of the sums right; returns the part reached.
-
-    Args:
-        questions: digits and split, as rz.demo.warm_up; two digits, held out.
-    """
+def warmed(folder: Path, sizes: Mapping[str, int], *, accuracy: float, seed: int, digits: int = DIGITS) -> float:
+    """Write a Qwen3 of these sizes that answers this part of the held-out sums right; returns the part reached."""
     random = folder.with_name(folder.name + "-random")
     shutil.rmtree(random, ignore_errors=True)
     make_tiny(random, vocab_size=len(Arithmetic.tokenizer), seed=seed, **sizes)
     model = load_config(random)
     show = lambda step, loss, right: step % 200 or print(f"warm-up step {step}  right {right:.3f}", flush=True)
     params = load_params(random, model)
-    params, reached = warm_up(params, model, accuracy=accuracy, seed=seed, show=show, **questions)
+    params, reached = warm_up(params, model, accuracy=accuracy, seed=seed, digits=digits, show=show)
     save_checkpoint(folder, params, model, source=random)
     return reached
 
