@@ -276,7 +276,8 @@ def _soak(config: SoakConfig) -> int:
 
 
 def _lag(config: LagConfig) -> int:
-    from rz.lag import lag, rows
+    from rz.lag import lag
+    from rz.lag_report import rows
 
     summary = lag(config, show=lambda text: print(text, file=sys.stderr, flush=True))
     _print(summary if config.json else rows(summary), config.json, "rz experiment lag: reward of the last policy")

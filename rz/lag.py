@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rz.batch import TrainBatch
 from rz.engine.interface import Engine
 from rz.engine.plain import PlainEngine
 from rz.evaluate import evaluate
+from rz.lag_report import plot, rounded, summarise
 from rz.loop import UpdateRecord, train
 from rz.models.dense import DenseConfig
 from rz.models.hf import load_config, load_params
@@ -207,15 +208,10 @@ def run_cell(
         ended = str(error)
         engine.abort([(rollout.prompt_index, rollout.sample) for rollout in engine.running()])
     return attrs.asdict(cell) | {
-        "curves": {name: [_rounded(record[name]) for record in records] for name in KEPT},
+        "curves": {name: [rounded(record[name]) for record in records] for name in KEPT},
         "reward_after": _reward(latest[0].params, model, settings),
         "ended": ended,
     }
-
-
-def _rounded(value: float) -> float | None:
-    """Six digits; None for what JSON cannot hold."""
-    return float(f"{value:.6g}") if abs(value) < float("inf") else None
 
 
 def lag(config: LagConfig, *, show: Callable[[str], None] = print) -> dict[str, Any]:
@@ -251,68 +247,5 @@ def lag(config: LagConfig, *, show: Callable[[str], None] = print) -> dict[str, 
     before = _reward(params, model, settings)
     summary = {"settings": values, "reward_before": before, "cells": summarise(made.values())}
     (config.out / SUMMARY).write_text(json.dumps(summary, allow_nan=False) + "\n", encoding="utf-8")
-    from rz.lag_plot import plot
-
     plot(summary, config.out / PLOT)
     return summary
-
-
-def summarise(results: Iterable[Mapping[str, Any]], *, points: int = 50) -> list[dict[str, Any]]:
-    """One object for each (kernels, weights, lag): facts, one value a seed, and curves, means over seeds and updates.
-
-    Args:
-        points: of each curve.
-    """
-    groups: dict[tuple, list[Mapping[str, Any]]] = {}
-    for result in results:
-        groups.setdefault((result["kernels"], result["weights"], result["lag"]), []).append(result)
-    found = []
-    for (kernels, weights, exact), members in groups.items():
-        facts = [_facts(member) for member in members]
-        length = max(len(member["curves"]["ess"]) for member in members)
-        size = max(1, length // points)
-        curves = {
-            name: [
-                _mean(itertools.chain.from_iterable(member["curves"][name][first : first + size] for member in members))
-                for first in range(0, length, size)
-            ]
-            for name in ("reward_mean", "ess", "lag_term", "kernel_term", "ratio_max", "k3")
-        }
-        cell = {"kernels": kernels, "weights": weights, "lag": exact, "seeds": [member["seed"] for member in members]}
-        facts_by_name = {name: [one[name] for one in facts] for name in facts[0]}
-        found.append(cell | facts_by_name | {"updates_a_point": size, "curves": curves})
-    return found
-
-
-def _facts(result: Mapping[str, Any]) -> dict[str, Any]:
-    curves = result["curves"]
-    known = lambda name: [value for value in curves[name] if value is not None] or [0.0]
-    tail = max(1, len(curves["reward_mean"]) // 6)
-    return {
-        "reward_after": result["reward_after"],
-        "reward_end": _mean(curves["reward_mean"][-tail:]),
-        "ess_mean": _mean(curves["ess"]),
-        "ess_least": min(known("ess")),
-        "ratio_max": max(known("ratio_max")),
-        "lag_term": _mean(curves["lag_term"]),
-        "kernel_term": max(known("kernel_term")),
-        "replayed_tokens": sum(known("replayed_tokens")),
-        "replayed_differing": sum(known("replayed_differing")),
-        "updates": len(curves["ess"]),
-        "ended": result["ended"],
-    }
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return _rounded(sum(known) / len(known)) if known else None
-
-
-def rows(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Reward of the last policy, mean over seeds (least to most), by kernels and weights, one column a lag."""
-    table: dict[str, list[str]] = {}
-    for cell in summary["cells"]:
-        ends = cell["reward_after"]
-        text = f"lag {cell['lag']}: {sum(ends) / len(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})"
-        table.setdefault(f"{cell['kernels']}, {cell['weights']}", []).append(text)
-    return {name: "   ".join(texts) for name, texts in table.items()}

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 
-from rz import lag, lag_plot
+from rz import lag, lag_report
 from rz.engine.plain import PlainEngine
 from rz.models.hf import load_config, load_params
 
@@ -103,7 +103,7 @@ def test_the_command_makes_what_is_missing_and_sums_up(tmp_path, monkeypatch):
     found = [(one["weights"], one["lag"]) for one in summary["cells"]]
     assert found == [("unclipped", 0), *((weights, 2) for weights in lag.WEIGHTS)]
     assert (tmp_path / "out" / lag.PLOT).read_bytes()[:4] == b"\x89PNG"
-    assert set(lag.rows(summary)) == {"aligned, unclipped", "aligned, truncated", "aligned, none"}
+    assert set(lag_report.rows(summary)) == {"aligned, unclipped", "aligned, truncated", "aligned, none"}
 
 
 def result(seed, rewards, **changes):
@@ -116,15 +116,15 @@ def result(seed, rewards, **changes):
 
 def test_a_summary_by_hand():
     ratios = [2.0, None, 3.0, 1.0, 1.0, 1.0]  # None was infinite
-    (cell,) = lag.summarise(
+    (cell,) = lag_report.summarise(
         [result(1, [0.0, 0.0, 0.5, 0.5, 1.0, 1.0], ratio_max=ratios), result(2, [1.0] * 6)], points=3
     )
     assert cell["curves"]["reward_mean"] == [0.5, 0.75, 1.0]  # (0 + 0 + 1 + 1) / 4, (0.5 + 0.5 + 1 + 1) / 4, 1
     assert cell["curves"]["ratio_max"][0] == round(4 / 3, 5)  # (2 + 1 + 1) / 3
     assert cell["reward_end"] == [1.0, 1.0] and cell["ratio_max"] == [3.0, 1.0] and cell["seeds"] == [1, 2]
     assert cell["reward_after"] == [0.25, 0.5] and cell["replayed_tokens"] == [6.0, 6.0]
-    assert lag.rows({"cells": [cell]}) == {"stock, none": "lag 8: 0.375 (0.250 to 0.500)"}
+    assert lag_report.rows({"cells": [cell]}) == {"stock, none": "lag 8: 0.375 (0.250 to 0.500)"}
 
 
 def test_the_plot_has_every_variant():
-    assert set(lag_plot.COLOURS) == set(lag.WEIGHTS) and set(lag_plot.LINES) == set(lag.KERNELS)
+    assert set(lag_report.COLOURS) == set(lag.WEIGHTS) and set(lag_report.LINES) == set(lag.KERNELS)
