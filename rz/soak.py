@@ -1,14 +1,11 @@
 """A long run at a large lag, killed or not: 20,000 updates on real vLLM, with a table at the end."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from rz.demo import DIGITS, LENGTH, TOKENS, warm_up
 from rz.models.hf import load_config, load_params, save_checkpoint
 from rz.models.make import make_tiny
 from rz.run import resume, run
+from rz.supervise import follow_parent, supervise
 from rz.tasks import Arithmetic
 
 BEGINS, SUMMARY, PLOT = "begins.jsonl", "summary.json", "summary.png"
@@ -83,42 +81,6 @@ def work(out: Path, settings: Mapping[str, Any]) -> None:
         return
     shutil.rmtree(config.out, ignore_errors=True)
     run(config, *_tasks(config))
-
-
-def supervise(begin: Callable[[], subprocess.Popen], reached: Callable[[], int], *, tries: int) -> None:
-    """Begin a process, and again whenever it dies by a signal, until one ends.
-
-    Args:
-        begin: starts one, the leader of a process group of its own.
-        reached: what would be kept if it died now; larger is further.
-        tries: >= 1 deaths in a row, without getting further, that are one too many.
-    Raises: RuntimeError after so many deaths, or if one ends with an exit status that is not 0. Ctrl-C is passed on,
-        and the end of the process awaited.
-    """
-    best, vain = reached(), 0
-    while True:
-        child = begin()
-        try:
-            try:
-                status = child.wait()
-            except KeyboardInterrupt:
-                os.killpg(child.pid, signal.SIGINT)
-                child.wait()
-                raise
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-        if status == 0:
-            return
-        if status > 0:
-            raise RuntimeError(f"the run must end with exit status 0, got {status}")
-        now = reached()
-        best, vain = max(best, now), 0 if now > best else vain + 1
-        name = signal.Signals(-status).name
-        if vain >= tries:
-            raise RuntimeError(f"the run must get past {best}, got killed by {name} {vain} times before it did")
-        print(f"rz: the run was killed by {name}; going on from {now}", file=sys.stderr, flush=True)
 
 
 def soak(config: SoakConfig) -> dict[str, Any]:
@@ -261,12 +223,6 @@ def plot(summary: Mapping[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _follow_parent() -> None:
-    """End with the process that holds the other end of stdin: two runs must not write one folder."""
-    os.read(0, 1)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    follow_parent()
     work(Path(sys.argv[1]), json.loads(sys.argv[2]))

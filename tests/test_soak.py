@@ -1,18 +1,12 @@
-"""The soak experiment: a run that is killed and goes on, its supervision, and the sums at its end."""
+"""The soak experiment: a run that is killed and goes on, and the sums at its end."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
-
-import pytest
 
 from rz import checkpoint, report, soak
 from rz.config import TrainConfig
-from rz.models.make import make_tiny
 from rz.run import run
 
 SIZES = {"layers": 1, "hidden_size": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 16}
@@ -22,30 +16,6 @@ TRAIN = {
     "learning_rate": 1e-4,
 }  # fmt: skip
 SETTINGS = {"model": SIZES | {"max_positions": 16}, "warm_up": 0.0, "tries": 2, "train": TRAIN}
-
-
-def ends(*codes):
-    """Processes that end so one after the other: an exit status, or minus a signal."""
-    texts = iter(
-        f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})" for code in codes
-    )
-    return lambda: subprocess.Popen([sys.executable, "-S", "-c", next(texts)], process_group=0)
-
-
-def test_a_process_that_dies_by_signals_is_begun_again_until_it_ends():
-    reached = iter([0, 1, 1, 2])  # before, and after each death: further, not, further
-    soak.supervise(ends(-9, -9, -11, 0), lambda: next(reached), tries=2)
-
-
-def test_deaths_without_progress_end_it():
-    reached = iter([3, 4, 4, 4])
-    with pytest.raises(RuntimeError, match="must get past 4, got killed by SIGKILL 2 times"):
-        soak.supervise(ends(-9, -9, -9), lambda: next(reached), tries=2)
-
-
-def test_an_exit_status_ends_it():
-    with pytest.raises(RuntimeError, match="exit status 0, got 3"):
-        soak.supervise(ends(3, 0), lambda: 0, tries=2)
 
 
 def test_a_soak_that_is_killed_ends_as_one_that_was_not(tmp_path):
@@ -99,16 +69,3 @@ def of_soak(process, out):
     except OSError:
         return False
     return b"rz.soak" in arguments and str(out).encode() in arguments
-
-
-def test_the_run_ends_with_the_process_that_supervises_it(tmp_path):
-    make_tiny(tmp_path / "start", vocab_size=15, **SETTINGS["model"])
-    settings = SETTINGS | {"train": TRAIN | {"updates": 1_000_000}}
-    command = [sys.executable, "-P", "-m", "rz.soak", str(tmp_path), json.dumps(settings)]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    limit = time.monotonic() + 60
-    while not checkpoint.kept_versions(tmp_path / "run") and time.monotonic() < limit:
-        assert child.poll() is None
-        time.sleep(0.05)
-    child.stdin.close()
-    assert child.wait(30) == -signal.SIGKILL
