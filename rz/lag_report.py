@@ -20,7 +20,7 @@ def rounded(value: float) -> float | None:
     return float(f"{value:.6g}") if abs(value) < float("inf") else None
 
 
-def summarise(results: Iterable[Mapping[str, Any]], *, points: int = 50) -> list[dict[str, Any]]:
+def summarise(results: Iterable[Mapping[str, Any]], *, points: int = 32) -> list[dict[str, Any]]:
     """One object for each (kernels, weights, lag): facts, one value a seed, and curves, means over seeds and updates.
 
     Args:
@@ -90,7 +90,7 @@ def plot(summary: Mapping[str, Any], path: Path) -> None:
 
     lags = sorted({cell["lag"] for cell in summary["cells"]})
     figure, axes = pyplot.subplots(
-        len(PANELS), len(lags), figsize=(4 * len(lags), 10), sharex=True, sharey="row", squeeze=False,
+        len(PANELS), len(lags), figsize=(3.6 * len(lags), 9), sharex=True, sharey="row", squeeze=False,
         layout="constrained",
     )  # fmt: skip
     for cell in summary["cells"]:
@@ -117,6 +117,6 @@ def plot(summary: Mapping[str, Any], path: Path) -> None:
                 place.set_title(f"lag {exact}")
     for place in axes[-1]:
         place.set_xlabel("update")
-    axes[0, 0].legend(fontsize=7)
-    figure.savefig(path, dpi=80)
+    axes[0, -1].legend(fontsize=6, ncols=2, loc="lower left")
+    figure.savefig(path, dpi=70)
     pyplot.close(figure)
