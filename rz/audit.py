@@ -219,12 +219,13 @@ def audit_run(run: Path) -> tuple[AuditResult, str | None]:
     if name not in DTYPES:
         raise ValueError(f"dtype in {run / report.CONFIG} must be one of {', '.join(DTYPES)}, got {name!r}")
     dtype, device = DTYPES[name], report.read_config(run).get("device", "cpu")
-    result, where = AuditResult(), None
-    rollouts = list(report.read_rollouts(run))
-    for version, folder in kept_versions(run).items():
-        sampled = [rollout for rollout in rollouts if (rollout.policy_versions == version).any()]
-        if not sampled:
-            continue
+    result, where, kept = AuditResult(), None, kept_versions(run)
+    of_version: dict[int, list[Rollout]] = {}  # of the kept ones alone: a long run's responses fill the memory
+    for rollout in report.read_rollouts(run):
+        for version in kept.keys() & set(rollout.policy_versions.tolist()):
+            of_version.setdefault(version, []).append(rollout)
+    for version in sorted(of_version):
+        sampled, folder = of_version[version], kept[version]
         config = load_config(folder)
         params = {name: value.to(device) for name, value in load_params(folder, config).items()}
         for token in (token for rollout in sampled for token in rollout.prompt_ids + rollout.response_ids):
@@ -238,6 +239,6 @@ def audit_run(run: Path) -> tuple[AuditResult, str | None]:
             where = first_difference(params, config, prefix, dtype=dtype) or AGREE
         result += found
     if not result.tokens:
-        kept = ", ".join(map(str, kept_versions(run))) or "none"
-        raise ValueError(f"run must hold tokens of a version whose weights it kept ({kept}), got none in {run}")
+        named = ", ".join(map(str, kept)) or "none"
+        raise ValueError(f"run must hold tokens of a version whose weights it kept ({named}), got none in {run}")
     return result, where

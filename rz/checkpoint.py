@@ -125,7 +125,7 @@ def load(run: Path, config: DenseConfig, *, on_damaged: Callable[[str], None]) -
     for version, folder in reversed(kept_versions(run).items()):
         try:
             return _read(folder, config)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             on_damaged(f"{folder} is damaged ({' '.join(str(error).split())}), trying the one before it")
             aside = folder.with_name(f"damaged-{version:06d}")
             shutil.rmtree(aside, ignore_errors=True)

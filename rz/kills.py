@@ -7,9 +7,9 @@ import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,42 +73,45 @@ def _tasks(config: TrainConfig) -> tuple[Anything, None]:
     return Anything(seed=config.seed), None
 
 
-def _in_child(work: Callable[[], Any], kill_after_s: float | None, has_begun: Callable[[], bool]) -> bool:
-    """Do work in a forked process with its output thrown away; whether it ended by itself.
+def _in_child(work: Callable[[], Any], kill_after_s: float | None, has_begun: Callable[[], bool], log: Path) -> bool:
+    """Do work in a forked process with its output in a file; whether it ended by itself.
 
     Else it was killed by SIGKILL, so many seconds after has_begun was first true.
+
+    Raises: RuntimeError, with the last of the output, if it ends with another exit status than 0.
     """
     child = os.fork()
     if child == 0:
         code = 1
         try:
             os.setpgid(0, 0)
-            log = os.open(os.environ.get("RZ_KILLS_LOG", os.devnull), os.O_WRONLY | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+            said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
             work()
             code = 0
         except BaseException:
-            sys.excepthook(*sys.exc_info())
+            os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(code)
     with contextlib.suppress(PermissionError, ProcessLookupError):  # the child has done it, or has ended
         os.setpgid(child, child)
-    began, status = None, None
-    while kill_after_s is None or began is None or time.monotonic() - began < kill_after_s:
-        if began is None and has_begun():
-            began = time.monotonic()
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            break
-        time.sleep(0.002)
-    else:
-        os.killpg(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
+    began, ended, status = None, 0, 0
+    try:
+        while not ended and (kill_after_s is None or began is None or time.monotonic() - began < kill_after_s):
+            if began is None and has_begun():
+                began = time.monotonic()
+            time.sleep(0.002)
+            ended, status = os.waitpid(child, os.WNOHANG)
+    finally:  # at its moment, or because this process is to end
+        if not ended:
+            os.killpg(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return False
     if status:
-        raise RuntimeError(f"a run must end with exit status 0, got wait status {status}")
+        said = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+        raise RuntimeError(f"a run must end with exit status 0, got wait status {status}: {said}")
     return True
 
 
@@ -129,8 +132,8 @@ def _chain(config: TrainConfig, moments: Iterator[tuple[bool, float]]) -> dict[s
                 shutil.rmtree(config.out)
             work = lambda: run(config, *_tasks(config))
         updating, seconds = next(moments, (False, None))
-        before = size()
-        ended = _in_child(work, seconds, lambda before=before, updating=updating: not updating or size() != before)
+        has_begun = lambda before=size(), updating=updating: not updating or size() != before
+        ended = _in_child(work, seconds, has_begun, config.out.with_name(f"{config.out.name}.log"))
         counts["kills"] += not ended
         counts["while_writing"] += not ended and any((config.out / "checkpoints").glob(".*"))
     return counts

@@ -116,7 +116,11 @@ def flip(path):
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("harm", [cut, flip, Path.unlink])
+def other(path):
+    path.write_text("[]")  # JSON, but of another kind
+
+
+@pytest.mark.parametrize("harm", [cut, flip, other, Path.unlink])
 @pytest.mark.parametrize(
     "name",
     [

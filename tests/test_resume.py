@@ -119,6 +119,25 @@ def test_kills_can_find_a_run_that_goes_on_wrongly(model, monkeypatch):
     assert kills.kills(engine="plain", count=8, seed=2)["differing"] > 0
 
 
+def test_a_run_that_fails_in_a_child_is_told_with_its_last_words(tmp_path):
+    def work():
+        raise ZeroDivisionError("by zero")
+
+    with pytest.raises(RuntimeError, match=r"(?s)must end with exit status 0, got wait status 256: .*by zero"):
+        kills._in_child(work, None, tmp_path / "log")
+
+
+def test_no_child_is_left_when_the_wait_for_it_ends(tmp_path, monkeypatch):
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    before = children()
+    monkeypatch.setattr(kills.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kills._in_child(signal.pause, None, tmp_path / "log")
+    assert children() == before
+
+
 def test_one_axis_and_counts_that_go_on_at_the_right_step(model, tmp_path, capsys):
     config = config_of(model, tmp_path / "run", "plain", "turns")
     stop_at(5, config)
