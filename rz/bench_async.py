@@ -1,6 +1,7 @@
 """Speed of training: the synchronous loop and the asynchronous ones on the same work, by turns in one run."""
 
 import asyncio
+import math
 import os
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ import torch
 
 from rz.audit import online_audit
 from rz.batch import Prompt, Request, Rollout
+from rz.bench import ask
 from rz.config import TrainConfig
 from rz.engine.interface import Engine
 from rz.loop import UpdateRecord, train
@@ -30,6 +32,7 @@ from rz.snapshot import Snapshot
 from rz.steps import PolicyState, adamw_init, update
 
 VOCABULARY, PROMPT_TOKENS, LONGEST, SIGMA, MEAN = 64, 8, 512, 1.0, 40.0
+PARTS = ("rollout", "update", "audit", "publish")  # of the seconds of an update, as they are shown
 SETTLE = 4  # updates at the start of a round that are not timed, and beside the lag bound at its end
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"max_lag": 0},
@@ -45,7 +48,7 @@ def length(seed: int) -> int:
     """Tokens of the response with this seed: lognormal, mean 40 and sigma 1 (median 24, one in a hundred above 248),
     at most 512."""
     quantile = NormalDist().inv_cdf((seed % 2**32 + 0.5) / 2**32)
-    return max(1, min(LONGEST, round(MEAN * 2.718281828459045 ** (SIGMA * quantile - SIGMA**2 / 2))))
+    return max(1, min(LONGEST, round(MEAN * math.exp(SIGMA * quantile - SIGMA**2 / 2))))
 
 
 @attrs.define(eq=False)
@@ -84,7 +87,8 @@ def config_of(model: Path, settings: Mapping[str, Any]) -> TrainConfig:
 
 
 def work(folder: str, updates: str, threads: str, audit_share: str, **settings: Any) -> None:
-    """A worker process: for each line on standard input a round, and one line with its seconds an update and shares."""
+    """A worker process: for each line on standard input a round, and one line with its seconds an update, engine steps
+    an update, differing tokens, and seconds an update of each of PARTS."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to standard error
     torch.set_num_threads(int(threads))
@@ -102,7 +106,14 @@ def work(folder: str, updates: str, threads: str, audit_share: str, **settings: 
     )
     audit = online_audit(model, dtype=config.torch_dtype, share=share, run_seed=0) if share else None
     for _ in sys.stdin:
-        records: list[tuple[float, UpdateRecord]] = []
+        if engine.version < state.version:  # the last round ended between two publishes
+            engine.publish(state.params, state.version)
+        rows: list[tuple[float, ...]] = []  # of an update: moment, steps, differing tokens, seconds of each part
+
+        def note(record: UpdateRecord, rows=rows) -> None:
+            parts = (record.seconds[part] for part in PARTS)
+            rows.append((time.perf_counter(), record.engine_steps, record.metrics["differing_tokens"], *parts))
+
         state = asyncio.run(
             train(
                 state=state,
@@ -114,21 +125,16 @@ def work(folder: str, updates: str, threads: str, audit_share: str, **settings: 
                 temperature=1.0,
                 update=learn,
                 audit=audit,
-                on_update=lambda record, records=records: records.append((time.perf_counter(), record)),
+                on_update=note,
                 reward_timeout_s=60.0,
                 overlap_steps=config.overlap_steps,
                 first_prompt=state.version * config.groups_per_update,
             )
         )
-        timed = records[SETTLE : count - config.max_lag - SETTLE + 1]
-        parts = {
-            part: sum(record.seconds[part] for _, record in timed[1:]) / (len(timed) - 1)
-            for part in ("rollout", "update", "audit", "publish")
-        }
-        steps = sum(record.engine_steps for _, record in timed[1:]) / (len(timed) - 1)
-        differing = sum(record.metrics["differing_tokens"] for _, record in records)
-        values = [(timed[-1][0] - timed[0][0]) / (len(timed) - 1), steps, differing, *parts.values()]
-        print(*values, file=answer, flush=True)
+        timed = rows[SETTLE : count - config.max_lag - SETTLE + 1]
+        seconds = (timed[-1][0] - timed[0][0]) / (len(timed) - 1)
+        _, steps, _, *parts = (statistics.mean(column) for column in zip(*timed[1:], strict=True))
+        print(seconds, steps, sum(row[2] for row in rows), *parts, file=answer, flush=True)
 
 
 def bench_async(
@@ -154,7 +160,7 @@ def bench_async(
         try:
             for number in range(rounds + 1):
                 for mode, worker in workers.items():
-                    values = _round(worker, mode, number)
+                    values = [float(value) for value in ask(worker, number).split()]
                     print(
                         f"round {number} of {rounds}: {mode} {values[0]:.3f} s an update", file=sys.stderr, flush=True
                     )
@@ -174,7 +180,7 @@ def bench_async(
             f"{mode}_max": max(speeds),
             f"{mode}_engine_steps": middle[1],
             f"{mode}_differing": sum(row[2] for row in rows),
-            **{f"{mode}_{part}_s": middle[3 + i] for i, part in enumerate(("rollout", "update", "audit", "publish"))},
+            **{f"{mode}_{part}_s": value for part, value in zip(PARTS, middle[3:], strict=True)},
         }
     speed = {mode: result[f"{mode}_updates_per_second"] for mode in modes}
     best = max((mode for mode in modes if mode != "sync"), key=speed.get)
@@ -195,14 +201,3 @@ def _worker(folder: Path, updates: int, audit_share: float, settings: Mapping[st
         text=True,
         env=os.environ | environment,
     )
-
-
-def _round(worker: subprocess.Popen, mode: str, number: int) -> list[float]:
-    try:
-        print(number, file=worker.stdin, flush=True)
-        line = worker.stdout.readline()
-    except BrokenPipeError:
-        line = ""
-    if not line:
-        raise RuntimeError(f"worker {mode} must time round {number}, got its end: {worker.stderr.read()[-2000:]}")
-    return [float(value) for value in line.split()]
