@@ -11,7 +11,9 @@ A folder is written beside its place and renamed, so it is whole or not there.
 """
 
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -23,9 +25,10 @@ import attrs
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from rz import schedule
 from rz.models.dense import DenseConfig
-from rz.models.hf import load_params, whole_folder, write_checkpoint
-from rz.report import rollout_from, rollout_values
+from rz.models.hf import load_config, load_params, whole_folder, write_checkpoint
+from rz.report import METRICS, ROLLOUTS, rollout_from, rollout_values
 from rz.schedule import OpenGroup, Schedule, Settings
 from rz.snapshot import Response, Snapshot
 from rz.steps import AdamWState, PolicyState
@@ -51,6 +54,13 @@ def kept_versions(run: Path) -> dict[int, Path]:
         if match := re.fullmatch(r"version-(\d+)", folder.name):
             found[int(match[1])] = folder
     return found
+
+
+def has_begun(run: Path) -> bool:
+    """False if the run was ended before its first checkpoint was whole, which comes before its first update."""
+    logged = any((run / name).is_file() and (run / name).stat().st_size for name in (METRICS, ROLLOUTS))
+    written = any(re.fullmatch(r"(version|damaged)-\d+", path.name) for path in (run / "checkpoints").glob("*"))
+    return logged or written
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -118,22 +128,26 @@ def load(run: Path, config: DenseConfig, *, on_damaged: Callable[[str], None]) -
     """The newest checkpoint of a run that is whole.
 
     Newer ones that are damaged are told to on_damaged, by name and reason, and set aside as damaged-NUMBER.
-    Raises: ValueError if there is none.
+    Raises: ValueError if there is none, or it is of another model than config, which damages nothing.
     """
     for left in (run / "checkpoints").glob(".version-*"):  # of a run that was killed while it wrote or removed one
         shutil.rmtree(left)
     for version, folder in reversed(kept_versions(run).items()):
         try:
-            return _read(folder, config)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            found, saved = _read(folder, version)
+        except (OSError, ValueError, TypeError, AttributeError, LookupError, SafetensorError) as error:
             on_damaged(f"{folder} is damaged ({' '.join(str(error).split())}), trying the one before it")
             aside = folder.with_name(f"damaged-{version:06d}")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
+            continue
+        if found != config:
+            raise ValueError(f"model must be the one that the run began with ({found}), got {config}")
+        return saved
     raise ValueError(f"run must hold a whole checkpoint to go on from, got none in {run / 'checkpoints'}")
 
 
-def _read(folder: Path, config: DenseConfig) -> Saved:
+def _read(folder: Path, version: int) -> tuple[DenseConfig, Saved]:
     sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
     if missing := sorted({STATE, CERTIFICATE, OPTIMIZER, "config.json"} - sums.keys()):
         raise ValueError(f"{CHECKSUMS} must name {missing[0]}, got no such entry")
@@ -141,6 +155,7 @@ def _read(folder: Path, config: DenseConfig) -> Saved:
         if (got := _digest(folder / name)) != digest:
             raise ValueError(f"SHA-256 of {name} must be {digest[:12]}..., got {got[:12]}...")
     values = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    config = load_config(folder)
     params, plan, means = load_params(folder, config), _plan_from(values["plan"]), load_file(folder / OPTIMIZER)
     part = lambda tensors, prefix: {name: tensors[f"{prefix}/{name}"] for name in params}
     optimizer = AdamWState(step=values["optimizer_step"], first=part(means, "first"), second=part(means, "second"))
@@ -155,7 +170,37 @@ def _read(folder: Path, config: DenseConfig) -> Saved:
         ),
     )
     certificate = json.loads((folder / CERTIFICATE).read_text(encoding="utf-8"))
-    return Saved(snapshot=snapshot, extra=values["extra"], certificate=certificate)
+    for name, value in (("extra", values["extra"]), (CERTIFICATE, certificate)):
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} must be an object, got {type(value).__name__}")
+    _check(snapshot, version)
+    return config, Saved(snapshot=snapshot, extra=values["extra"], certificate=certificate)
+
+
+def _check(snapshot: Snapshot, version: int) -> None:
+    """Raises ValueError if the parts of a snapshot do not fit each other, or its folder."""
+    plan, step = snapshot.plan, snapshot.state.optimizer.step
+    counts = {name: getattr(plan, name) for name in ("version", "served", "admitted", "next_sample", "in_flight")}
+    for name, value in (counts | {"optimizer_step": step}).items():
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+    if plan.version != version or plan.served > version:
+        raise ValueError(f"version must be {version}, and served no more, got {plan.version} and {plan.served}")
+    due = schedule.submitted(plan)
+    rollouts = [response.rollout for response in snapshot.responses]
+    got = tuple(((r.prompt_index, r.sample), r.stop_reason != "running") for r in rollouts)
+    if got != due:
+        wrong = next(pair for pair in itertools.zip_longest(due, got) if pair[0] != pair[1])
+        raise ValueError(f"responses must be those of the open groups, with {wrong[0]}, got {wrong[1]}")
+    if (running := sum(not finished for _, finished in due)) != plan.in_flight:
+        raise ValueError(f"in_flight must be the {running} running responses, got {plan.in_flight}")
+    for response in snapshot.responses:
+        reward, versions = response.reward, response.rollout.policy_versions
+        name = f"of prompt {response.rollout.prompt_index}, sample {response.rollout.sample}"
+        if reward is not None and not (type(reward) in (int, float) and math.isfinite(reward)):
+            raise ValueError(f"reward {name} must be a finite number or null, got {reward!r}")
+        if versions.numel() and not 0 <= int(versions.min()) <= int(versions.max()) <= plan.served:
+            raise ValueError(f"policy_versions {name} must be within 0 to {plan.served}, got {versions.tolist()}")
 
 
 def _plan_values(plan: Schedule) -> dict[str, Any]:

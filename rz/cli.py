@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -344,7 +345,8 @@ def _parse(app: tyro.extras.SubcommandApp, arguments: list[str]) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command. Exit status: 0; 1 if tokens differ, a probe fails or a reward is late; 2 for bad input."""
+    """Run one command. Exit status: 0; 1 if tokens differ, a probe fails or a run does; 2 for bad input;
+    130 for Ctrl-C where nothing was begun."""
     app, bench, experiment, model = (tyro.extras.SubcommandApp() for _ in range(4))
     bench.__doc__, model.__doc__ = "Measure speed.", "Make a checkpoint."
     experiment.__doc__ = "Long runs that show what rz claims."
@@ -377,3 +379,13 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"rz: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1 if isinstance(error, TimeoutError) else 2)
+    except RuntimeError as error:  # a fault of the run: a reward, the engine, the machine
+        if not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(str(Path(__file__).parent)):
+            traceback.print_exception(error)  # raised by another library: where matters
+        elif error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"rz: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("rz: interrupted", file=sys.stderr)
+        sys.exit(130)

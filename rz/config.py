@@ -1,9 +1,11 @@
 """The settings of a run: one frozen value, which is also the command line."""
 
 import math
+import numbers
+import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import attrs
 import torch
@@ -11,7 +13,28 @@ import torch
 from rz.schedule import Settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LONGEST_S = 1e6  # more is beyond what the clocks of the system take
 IRREPRODUCIBLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # and the value that is none
+
+
+def _check_kind(name: str, kind: Any, value: Any) -> None:
+    if get_origin(kind) is Literal:
+        if not (isinstance(value, str) and value in get_args(kind)):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
+        return
+    if get_origin(kind) is types.UnionType:
+        if value is None:
+            return
+        (kind,) = (part for part in get_args(kind) if part is not types.NoneType)
+    rule, kinds = {
+        int: ("an integer", numbers.Integral),
+        float: ("a number", numbers.Real),
+        bool: ("true or false", bool),
+        str: ("text", str),
+        Path: ("a path", (str, Path)),
+    }[kind]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
 
 
 @attrs.frozen(kw_only=True)
@@ -113,6 +136,8 @@ class TrainConfig:
     chat_template: bool = True
 
     def __attrs_post_init__(self) -> None:
+        for field in attrs.fields(type(self)):
+            _check_kind(field.name, field.type, getattr(self, field.name))
         least = {"updates": 1, "group_size": 2, "groups_per_update": 1, "max_lag": 0, "slots": 1, "max_tokens": 1}
         least |= {"max_length": 2, "step_tokens": 1, "microbatch_size": 0, "save_every": 0, "keep": 0, "seed": 0}
         least |= {"eval_every": 0, "eval_prompts": 0, "publish_every": 1, "overlap_steps": 0, "engine_threads": 1}
@@ -133,6 +158,9 @@ class TrainConfig:
         for name in ("weight_decay", "max_grad_norm", "stall_timeout_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
+        for name in ("reward_timeout_s", "engine_timeout_s", "stall_timeout_s"):
+            if getattr(self, name) > LONGEST_S:
+                raise ValueError(f"{name} must be <= {LONGEST_S:.0f}, got {getattr(self, name)}")
         for name in ("audit_share", "stop_accuracy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
@@ -153,7 +181,8 @@ class TrainConfig:
         kinds = {field.name: field.type for field in attrs.fields(cls)}
         if unknown := sorted(values.keys() ^ kinds.keys()):
             raise ValueError(f"run.json must hold the fields of a run, got a difference at {unknown[0]}")
-        return cls(**{name: Path(value) if kinds[name] is Path else value for name, value in values.items()})
+        is_path = lambda name, value: kinds[name] is Path and isinstance(value, str)
+        return cls(**{name: Path(value) if is_path(name, value) else value for name, value in values.items()})
 
     @property
     def schedule(self) -> Settings:

@@ -132,7 +132,8 @@ def _chain(config: TrainConfig, moments: Iterator[tuple[bool, float]]) -> dict[s
                 shutil.rmtree(config.out)
             work = lambda: run(config, *_tasks(config))
         updating, seconds = next(moments, (False, None))
-        has_begun = lambda before=size(), updating=updating: not updating or size() != before
+        before = size()
+        has_begun = lambda before=before, updating=updating: not updating or size() != before
         ended = _in_child(work, seconds, has_begun, config.out.with_name(f"{config.out.name}.log"))
         counts["kills"] += not ended
         counts["while_writing"] += not ended and any((config.out / "checkpoints").glob(".*"))

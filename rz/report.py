@@ -13,15 +13,17 @@ import torch
 from rz.batch import Group, Rollout
 
 METRICS, ROLLOUTS, CONFIG = "metrics.jsonl", "rollouts.jsonl", "run.json"
+PROBE, PARTIAL = ".write", ".run.json"  # what a kill may leave of a run that has not begun
 
 
 def new_run_folder(folder: Path) -> Path:
     """Make the folder of a new run. Raises ValueError if it holds anything, or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ValueError(f"out must be a new or empty folder, got {folder} with {next(folder.iterdir()).name}")
-        probe = folder / ".write"
+        if held := sorted(entry.name for entry in folder.iterdir() if entry.name not in (PROBE, PARTIAL)):
+            raise ValueError(f"out must be a new or empty folder, got {folder} with {held[0]}")
+        probe = folder / PROBE
+        (folder / PARTIAL).unlink(missing_ok=True)
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -96,7 +98,14 @@ def read_rollouts(run: Path) -> Iterator[Rollout]:
 def each_metrics(run: Path) -> Iterator[dict[str, Any]]:
     """metrics.jsonl of a run, one object an update, one at a time: a long run's are hundreds of megabytes."""
     with (run / METRICS).open(encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+        for number, line in enumerate(lines, 1):
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                raise ValueError(
+                    f"{run / METRICS}:{number} must be the metrics of an update as rz writes them, got {error}"
+                ) from None
+            yield values
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -104,9 +113,38 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return list(each_metrics(run))
 
 
+def check_logs(run: Path, places: Mapping[str, int], version: int) -> None:
+    """Raises ValueError if the logs are not those of a run that was at these places after this many updates."""
+    whole = isinstance(places, Mapping) and places.keys() == {METRICS, ROLLOUTS}
+    if not whole or not all(type(place) is int and place >= 0 for place in places.values()):
+        raise ValueError(f"logs of the checkpoint must be a place >= 0 in {METRICS} and in {ROLLOUTS}, got {places}")
+    for name, place in places.items():
+        size = (run / name).stat().st_size if (run / name).is_file() else 0
+        if size < place:
+            raise ValueError(f"{run / name} must hold at least the {place} bytes it had, got {size}")
+        if place:
+            with (run / name).open("rb") as opened:
+                opened.seek(place - 1)
+                if opened.read(1) != b"\n":
+                    raise ValueError(f"{run / name} must have the end of a line at byte {place}, got another content")
+    versions = [line.get("policy_version") for line in itertools.islice(each_metrics(run), version)] if version else []
+    if versions != list(range(1, version + 1)):
+        wrong = next((place for place, got in enumerate(versions) if got != place + 1), len(versions))
+        got = versions[wrong] if wrong < len(versions) else "the end"
+        raise ValueError(f"{run / METRICS}:{wrong + 1} must be of policy_version {wrong + 1}, got {got}")
+
+
+def remove_logs(run: Path) -> None:
+    """Of a run that has made no update: what it may have written before it was killed."""
+    for name in (METRICS, ROLLOUTS):
+        (run / name).unlink(missing_ok=True)
+
+
 def write_config(run: Path, values: Mapping[str, Any]) -> None:
-    """run.json: the settings of a run."""
-    (run / CONFIG).write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
+    """run.json: the settings of a run; whole, or as it was."""
+    partial = run / PARTIAL
+    partial.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
+    partial.replace(run / CONFIG)
 
 
 def read_config(run: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from rz.device_alignment import require_device_aligned
 from rz.engine.interface import Engine
 from rz.engine.plain import PlainEngine
 from rz.evaluate import Accuracy, evaluate
+from rz.lock import only_process
 from rz.loop import UpdateRecord, train
 from rz.models.compute import has_narrow_products
 from rz.models.dense import DenseConfig
@@ -111,16 +112,22 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
     check_task(config, model, task, held_out)
     proof = _certificate(config, model)
     folder = report.new_run_folder(config.out)
+    with only_process(folder):
+        report.new_run_folder(folder)  # still empty: another process may have begun there just now
+        start = _beginning(config, params)
+        try:
+            engine = open_engine(config, model, start)
+        except Exception:
+            folder.rmdir()
+            raise
+        with _ending(engine):
+            report.write_config(folder, attrs.asdict(config))
+            return _train(config, model, task, held_out, engine, start, proof, None)
+
+
+def _beginning(config: TrainConfig, params: Mapping[str, torch.Tensor]) -> Snapshot:
     state = PolicyState(params=params, optimizer=adamw_init(params), version=0)
-    start = Snapshot(plan=schedule.start(config.schedule), state=state, history=(params,), responses=())
-    try:
-        engine = open_engine(config, model, start)
-    except Exception:
-        folder.rmdir()
-        raise
-    with _ending(engine):
-        report.write_config(folder, attrs.asdict(config))
-        return _train(config, model, task, held_out, engine, start, proof, None)
+    return Snapshot(plan=schedule.start(config.schedule), state=state, history=(params,), responses=())
 
 
 def resume(
@@ -134,25 +141,52 @@ def resume(
         run: its folder.
         updates: in all, instead of what the run began with.
         same_machine: refuse a machine, or libraries, other than the certificate's: their bits may be others.
-    Raises: as `run`; ValueError if the folder holds no run or no whole checkpoint, or the certificate differs.
+        A run that was killed before it wrote a checkpoint begins anew.
+    Raises: as `run`; ValueError if the folder holds no run or no whole checkpoint, is in use by another process, its
+        settings are not those that the run began with, or the certificate differs. Nothing is written before.
     """
+    with only_process(run):
+        return _resume(run, open_tasks, updates=updates, same_machine=same_machine)
+
+
+def _resume(run: Path, open_tasks: Callable, *, updates: int | None, same_machine: bool) -> dict[str, Any]:
     values = report.read_config(run) | {"out": run} | ({} if updates is None else {"updates": updates})
     config = TrainConfig.from_values(values)
+    _check_device(config)
     model = load_config(config.model)
     task, held_out = open_tasks(config)
     check_task(config, model, task, held_out)
     proof = _certificate(config, model)
-    _check_device(config)
-    saved = checkpoint.load(run, model, on_damaged=lambda text: print(f"rz: {text}", file=sys.stderr))
-    if same_machine:
-        check_certificate(saved.certificate, proof)
-    for version, folder in checkpoint.kept_versions(run).items():
-        if version > saved.snapshot.state.version:  # cannot be, unless a clock or a user moved folders
-            raise ValueError(f"run must hold no version after the one it goes on from, got {folder}")
-    start = placed(saved.snapshot, config.device)
+    if not checkpoint.has_begun(run):
+        params = {name: value.to(config.device) for name, value in load_params(config.model, model).items()}
+        start, saved = _beginning(config, params), None
+        report.remove_logs(run)
+    else:
+        saved = checkpoint.load(run, model, on_damaged=lambda text: print(f"rz: {text}", file=sys.stderr))
+        if same_machine:
+            check_certificate(saved.certificate, proof)
+        check_settings(saved.extra.get("config", {}), attrs.asdict(config))
+        version = saved.snapshot.state.version
+        if config.updates < version:
+            raise ValueError(f"updates must be >= the {version} that the run has made, got {config.updates}")
+        report.check_logs(run, saved.extra.get("logs"), version)
+        start = placed(saved.snapshot, config.device)
     engine = open_engine(config, model, start)
     with _ending(engine):
+        if updates is not None:
+            report.write_config(run, attrs.asdict(config))
         return _train(config, model, task, held_out, engine, start, proof, saved)
+
+
+FREE = ("model", "out", "updates", "keep", "save_every", "engine_process", "engine_threads")
+
+
+def check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the first setting that is not as the run began with and changes what it computes."""
+    for name, value in now.items():
+        changes = name not in FREE and not name.endswith("_timeout_s")
+        if changes and name in before and before[name] != value:
+            raise ValueError(f"{name} of run.json must be as the run began with ({before[name]}), got {value}")
 
 
 def _check_device(config: TrainConfig) -> None:
@@ -207,13 +241,15 @@ def _train(
             seed=config.seed,
         )
 
+    settings = {name: value for name, value in attrs.asdict(config).items() if name not in FREE}
+
     def mark() -> dict[str, Any]:
         """What a checkpoint of the moment says of the logs."""
         audited = {"tokens_audited": totals.audited, "tokens_differing": totals.differing}
         return {"version": latest.version, "places": log.places(), "audited": audited}
 
     def save(snapshot: Snapshot) -> None:
-        extra = {"logs": logged["places"], "before": before and attrs.asdict(before)}
+        extra = {"logs": logged["places"], "before": before and attrs.asdict(before), "config": settings}
         log.sync()
         checkpoint.save(
             folder,
@@ -263,7 +299,7 @@ def _train(
         if last.state.version == logged["version"] and last.state.version not in checkpoint.kept_versions(folder):
             save(last)
 
-    before = None if saved is None or saved.extra["before"] is None else Accuracy(**saved.extra["before"])
+    before = None if saved is None or saved.extra.get("before") is None else Accuracy(**saved.extra["before"])
     logged = mark()  # at the last snapshot
     began = time.perf_counter()
     watch()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -41,14 +42,13 @@ def a_snapshot(config, version=3, seed=0, history=1):
     for key in ((0, 0), (0, 1), (1, 1)):
         plan = schedule.finish(plan, *key)
     plan = attrs.evolve(plan, version=version, served=version)
+    made = partial(rollout, policy_versions=torch.arange(3).clamp(max=version))
     odd = torch.tensor([-0.1, -1e-45, -3.4e38])
     responses = (
-        Response(rollout=rollout(0, sample=0, behaviour_logprobs=odd, replay_logprobs=odd), reward=0.1),
-        Response(rollout=rollout(0, sample=1)),
-        Response(
-            rollout=rollout(1, sample=0, stop_reason="running", replay_logprobs=torch.tensor([-1.0, torch.nan, 0]))
-        ),
-        Response(rollout=rollout(1, sample=1), reward=1 / 3),
+        Response(rollout=made(0, sample=0, behaviour_logprobs=odd, replay_logprobs=odd), reward=0.1),
+        Response(rollout=made(0, sample=1)),
+        Response(rollout=made(1, sample=0, stop_reason="running", replay_logprobs=torch.tensor([-1.0, torch.nan, 0]))),
+        Response(rollout=made(1, sample=1), reward=1 / 3),
     )
     return Snapshot(plan=plan, state=state, history=tuple(params), responses=responses)
 

@@ -71,3 +71,34 @@ def test_stopping_at_an_accuracy_needs_evaluations():
     assert TrainConfig(**GIVEN, stop_accuracy=0.9, eval_every=5).stop_accuracy == 0.9
     with pytest.raises(ValueError, match="stop_accuracy must be 0 without evaluations, got 0.9"):
         TrainConfig(**GIVEN, stop_accuracy=0.9, eval_every=5, eval_prompts=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("updates", "12", "updates must be an integer, got '12'"),
+        ("updates", 2.0, "updates must be an integer, got 2.0"),
+        ("slots", True, "slots must be an integer, got True"),
+        ("exact_lag", "1", "exact_lag must be an integer, got '1'"),
+        ("learning_rate", None, "learning_rate must be a number, got None"),
+        ("engine_process", "no", "engine_process must be true or false, got 'no'"),
+        ("task", 3, "task must be text, got 3"),
+        ("model", 5, "model must be a path, got 5"),
+        ("dtype", "float64", "dtype must be one of float32, bfloat16, got 'float64'"),
+        ("engine", "foo", "engine must be one of vllm, plain, got 'foo'"),
+        ("device", [], "device must be one of cpu, cuda, got []"),
+        ("nonfinite", "x", "nonfinite must be one of raise, drop, count, got 'x'"),
+    ],
+)
+def test_a_value_of_another_kind_in_run_json_is_named(field, value, rule):
+    values = attrs.asdict(TrainConfig(**GIVEN)) | {field: value}
+    with pytest.raises(ValueError) as error:
+        TrainConfig.from_values(values)
+    assert str(error.value) == rule
+
+
+@pytest.mark.parametrize("field", ["reward_timeout_s", "engine_timeout_s", "stall_timeout_s"])
+def test_limits_beyond_the_clocks_of_the_system_are_refused(field):
+    TrainConfig(**GIVEN, **{field: 1e6})
+    with pytest.raises(ValueError, match=f"{field} must be <= 1000000, got 1000000000000.0"):
+        TrainConfig(**GIVEN, **{field: 1e12})
