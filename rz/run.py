@@ -181,11 +181,15 @@ def _resume(run: Path, open_tasks: Callable, *, updates: int | None, same_machin
 FREE = ("model", "out", "updates", "keep", "save_every", "engine_process", "engine_threads")
 
 
+def _is_free(name: str) -> bool:
+    """Whether a setting may change on resume: it does not change what the run computes."""
+    return name in FREE or name.endswith("_timeout_s")
+
+
 def check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises ValueError naming the first setting that is not as the run began with and changes what it computes."""
     for name, value in now.items():
-        changes = name not in FREE and not name.endswith("_timeout_s")
-        if changes and name in before and before[name] != value:
+        if not _is_free(name) and name in before and before[name] != value:
             raise ValueError(f"{name} of run.json must be as the run began with ({before[name]}), got {value}")
 
 
@@ -241,7 +245,7 @@ def _train(
             seed=config.seed,
         )
 
-    settings = {name: value for name, value in attrs.asdict(config).items() if name not in FREE}
+    settings = {name: value for name, value in attrs.asdict(config).items() if not _is_free(name)}
 
     def mark() -> dict[str, Any]:
         """What a checkpoint of the moment says of the logs."""

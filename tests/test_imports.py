@@ -17,7 +17,7 @@ ROOMS = {  # folder or file: what of rz it may import beside itself
     "rz/tasks": ("rz.batch",),
     "rz/schedule.py": (),
     "rz/rewards.py": ("rz.batch",),
-    "rz/snapshot.py": ("rz.batch", "rz.schedule"),
+    "rz/snapshot.py": ("rz.batch", "rz.rewards", "rz.schedule"),
     "rz/loop.py": ("rz.batch", "rz.schedule", "rz.rewards", "rz.snapshot", "rz.engine.interface"),
 }
 LIGHT = "rz rz.batch rz.ops rz.steps rz.models.hf rz.models.policy rz.engine.plain rz.schedule rz.loop rz.tasks"

@@ -109,11 +109,11 @@ def test_killed_at_random_moments_with_vllm():
 def test_kills_can_find_a_run_that_goes_on_wrongly(model, monkeypatch):
     real = checkpoint._read
 
-    def forgetful(folder, config):
-        saved = real(folder, config)
+    def forgetful(folder, version):
+        config, saved = real(folder, version)
         first = {name: torch.zeros_like(value) for name, value in saved.snapshot.state.optimizer.first.items()}
         state = attrs.evolve(saved.snapshot.state, optimizer=attrs.evolve(saved.snapshot.state.optimizer, first=first))
-        return attrs.evolve(saved, snapshot=attrs.evolve(saved.snapshot, state=state))
+        return config, attrs.evolve(saved, snapshot=attrs.evolve(saved.snapshot, state=state))
 
     monkeypatch.setattr(checkpoint, "_read", forgetful)
     assert kills.kills(engine="plain", count=8, seed=2)["differing"] > 0
@@ -124,7 +124,7 @@ def test_a_run_that_fails_in_a_child_is_told_with_its_last_words(tmp_path):
         raise ZeroDivisionError("by zero")
 
     with pytest.raises(RuntimeError, match=r"(?s)must end with exit status 0, got wait status 256: .*by zero"):
-        kills._in_child(work, None, tmp_path / "log")
+        kills._in_child(work, None, lambda: True, tmp_path / "log")
 
 
 def test_no_child_is_left_when_the_wait_for_it_ends(tmp_path, monkeypatch):
@@ -134,7 +134,7 @@ def test_no_child_is_left_when_the_wait_for_it_ends(tmp_path, monkeypatch):
     before = children()
     monkeypatch.setattr(kills.time, "sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        kills._in_child(signal.pause, None, tmp_path / "log")
+        kills._in_child(signal.pause, None, lambda: True, tmp_path / "log")
     assert children() == before
 
 
@@ -387,14 +387,14 @@ def test_resume_of_no_run_is_one_line(tmp_path):
         go_on(tmp_path)
 
 
-def test_a_log_that_lost_bytes_is_refused_and_the_engine_closed(model, tmp_path, monkeypatch):
-    config, closed = config_of(model, tmp_path / "run", "plain", "turns"), []
+def test_a_log_that_lost_bytes_is_refused_before_an_engine_starts(model, tmp_path, monkeypatch):
+    config, opened = config_of(model, tmp_path / "run", "plain", "turns"), []
     stop_at(4, config)
-    monkeypatch.setattr(PlainEngine, "close", lambda engine: closed.append(engine.version))
+    monkeypatch.setattr(rz.run, "open_engine", lambda *arguments: opened.append(arguments))
     (config.out / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"metrics.jsonl must hold at least the \d+ bytes it had, got 0"):
         go_on(config.out)
-    assert closed == [4]
+    assert not opened
 
 
 def test_without_a_whole_checkpoint_nothing_goes_on(model, tmp_path):
