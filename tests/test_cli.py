@@ -2,6 +2,7 @@ import contextlib
 import io
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from rz import report
 from rz.cli import main
+
+CLI = sys.modules[main.__module__]
 
 SIZES = "--layers 1 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --intermediate-size 48 --vocab-size 15"
 SHORT = "--updates 4 --group-size 2 --groups-per-update 2 --max-lag 2 --slots 6 --max-tokens 4 --max-length 16"
@@ -364,3 +367,30 @@ def test_a_run_trains_on_questions_from_a_file(worded, tmp_path):
     given = ("--model", worded, "--task", f"jsonl:{path}", "--out", tmp_path / "run", "--engine", "plain")
     status, _, err = rz("train", *given, *SHORT.split(), "--eval-prompts", 0)
     assert (status, err) == (0, "") and len(report.read_metrics(tmp_path / "run")) == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (RuntimeError("engine must live,\n got its end"), 1, "rz: engine must live, got its end"),
+        (KeyboardInterrupt(), 130, "rz: interrupted"),
+    ],
+)
+def test_a_run_that_fails_or_is_interrupted_at_its_start_ends_with_one_line(monkeypatch, capsys, error, status, says):
+    def fails(command):
+        raise error
+
+    monkeypatch.setattr(CLI, "RUN", dict.fromkeys(CLI.RUN, fails))
+    monkeypatch.setattr(CLI, "__file__", __file__)  # as if it were raised in rz
+    with pytest.raises(SystemExit) as end:
+        main(["resume", "gone"])
+    assert end.value.code == status and capsys.readouterr().err.splitlines() == [says]
+
+
+def test_a_fault_of_another_library_shows_where_before_its_line(monkeypatch, capsys):
+    monkeypatch.setattr(CLI, "RUN", dict.fromkeys(CLI.RUN, lambda command: torch.ones(2) @ torch.ones(3)))
+    monkeypatch.setattr(CLI, "__file__", "/elsewhere/cli.py")
+    with pytest.raises(SystemExit) as end:
+        main(["resume", "gone"])
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == 1 and lines[0].startswith("Traceback") and lines[-1].startswith("rz: ")
