@@ -165,7 +165,7 @@ def _resume(run: Path, open_tasks: Callable, *, updates: int | None, same_machin
         saved = checkpoint.load(run, model, on_damaged=lambda text: print(f"rz: {text}", file=sys.stderr))
         if same_machine:
             check_certificate(saved.certificate, proof)
-        check_settings(saved.extra.get("config", {}), attrs.asdict(config))
+        check_settings(saved.extra.get("config", {}), fixed_settings(config))
         version = saved.snapshot.state.version
         if config.updates < version:
             raise ValueError(f"updates must be >= the {version} that the run has made, got {config.updates}")
@@ -181,15 +181,16 @@ def _resume(run: Path, open_tasks: Callable, *, updates: int | None, same_machin
 FREE = ("model", "out", "updates", "keep", "save_every", "engine_process", "engine_threads")
 
 
-def _is_free(name: str) -> bool:
-    """Whether a setting may change on resume: it does not change what the run computes."""
-    return name in FREE or name.endswith("_timeout_s")
+def fixed_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that change what a run computes."""
+    values = attrs.asdict(config).items()
+    return {name: value for name, value in values if name not in FREE and not name.endswith("_timeout_s")}
 
 
 def check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the first setting that is not as the run began with and changes what it computes."""
+    """Raises ValueError naming the first setting that is not as the run began with."""
     for name, value in now.items():
-        if not _is_free(name) and name in before and before[name] != value:
+        if name in before and before[name] != value:
             raise ValueError(f"{name} of run.json must be as the run began with ({before[name]}), got {value}")
 
 
@@ -207,7 +208,14 @@ def _certificate(config: TrainConfig, model: DenseConfig) -> dict[str, Any]:
     return certificate(probes, engine=config.engine, dtype=config.dtype)
 
 
-def _train(
+def _train(config: TrainConfig, *parts: Any) -> dict[str, Any]:
+    stop = asyncio.Event()
+    with _interruptible(stop, config.out):  # the closing too: a second Ctrl-C there is as any other
+        return _train_until(stop, config, *parts)
+
+
+def _train_until(
+    stop: asyncio.Event,
     config: TrainConfig,
     model: DenseConfig,
     task: Task,
@@ -221,8 +229,7 @@ def _train(
     log = report.Log(folder, places=None if saved is None else saved.extra["logs"], version=first)
     totals = report.Totals(report.each_metrics(folder))
     progress = report.Progress(config.updates, done=first, audited=totals.audited, differing=totals.differing)
-    stop, latest = asyncio.Event(), start.state
-    due = False  # a checkpoint is, at the next update with a publish
+    latest, due = start.state, False  # due: a checkpoint is, at the next update with a publish
     unused = {  # finished, not consumed by an update yet
         (r.rollout.prompt_index, r.rollout.sample): attrs.evolve(r.rollout, replay_logprobs=None)
         for r in start.responses
@@ -245,15 +252,13 @@ def _train(
             seed=config.seed,
         )
 
-    settings = {name: value for name, value in attrs.asdict(config).items() if not _is_free(name)}
-
     def mark() -> dict[str, Any]:
         """What a checkpoint of the moment says of the logs."""
         audited = {"tokens_audited": totals.audited, "tokens_differing": totals.differing}
         return {"version": latest.version, "places": log.places(), "audited": audited}
 
     def save(snapshot: Snapshot) -> None:
-        extra = {"logs": logged["places"], "before": before and attrs.asdict(before), "config": settings}
+        extra = {"logs": logged["places"], "before": before and attrs.asdict(before), "config": fixed_settings(config)}
         log.sync()
         checkpoint.save(
             folder,
@@ -308,43 +313,40 @@ def _train(
     began = time.perf_counter()
     watch()
     try:
-        with _interruptible(stop, folder):
-            if saved is None:
-                before = measure(start.state.params)
-                save(start)
-            began = time.perf_counter()
-            watch()
-            asyncio.run(
-                train(
-                    state=start.state,
-                    engine=engine,
-                    task=task,
-                    settings=config.schedule,
-                    run_seed=config.seed,
-                    max_tokens=config.max_tokens,
-                    temperature=config.temperature,
-                    update=partial(
-                        update,
-                        logprobs_fn=lambda params, batch: response_logprobs(
-                            params, model, batch, dtype=config.torch_dtype
-                        ),
-                        learning_rate=config.learning_rate,
-                        weight_decay=config.weight_decay,
-                        max_grad_norm=config.max_grad_norm or None,
-                        microbatch_size=config.microbatch_size or None,
-                        check=CHECKS[config.nonfinite],
-                    ),
-                    audit=online_audit(model, dtype=config.torch_dtype, share=config.audit_share, run_seed=config.seed),
-                    on_update=on_update,
-                    on_response=lambda rollout: unused.__setitem__((rollout.prompt_index, rollout.sample), rollout),
-                    on_end=on_end,
-                    stop=stop,
-                    reward_timeout_s=config.reward_timeout_s,
-                    drop_unscored=config.drop_unscored,
-                    overlap_steps=config.overlap_steps,
-                    resume=start,
-                )
+        if saved is None:
+            before = measure(start.state.params)
+            save(start)
+        began = time.perf_counter()
+        watch()
+        asyncio.run(
+            train(
+                state=start.state,
+                engine=engine,
+                task=task,
+                settings=config.schedule,
+                run_seed=config.seed,
+                max_tokens=config.max_tokens,
+                temperature=config.temperature,
+                update=partial(
+                    update,
+                    logprobs_fn=lambda params, batch: response_logprobs(params, model, batch, dtype=config.torch_dtype),
+                    learning_rate=config.learning_rate,
+                    weight_decay=config.weight_decay,
+                    max_grad_norm=config.max_grad_norm or None,
+                    microbatch_size=config.microbatch_size or None,
+                    check=CHECKS[config.nonfinite],
+                ),
+                audit=online_audit(model, dtype=config.torch_dtype, share=config.audit_share, run_seed=config.seed),
+                on_update=on_update,
+                on_response=lambda rollout: unused.__setitem__((rollout.prompt_index, rollout.sample), rollout),
+                on_end=on_end,
+                stop=stop,
+                reward_timeout_s=config.reward_timeout_s,
+                drop_unscored=config.drop_unscored,
+                overlap_steps=config.overlap_steps,
+                resume=start,
             )
+        )
     finally:
         seconds = time.perf_counter() - began
         progress.close()
