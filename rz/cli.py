@@ -34,10 +34,10 @@ from rz.commands import (  # noqa: E402
 )
 from rz.config import DTYPES, TrainConfig  # noqa: E402
 from rz.demo import DemoConfig  # noqa: E402
-from rz.kills import KillsCommand  # noqa: E402
-from rz.lag import LagConfig  # noqa: E402
-from rz.prove import ProveConfig  # noqa: E402
-from rz.soak import SoakConfig  # noqa: E402
+from rz.experiments.kills import KillsCommand  # noqa: E402
+from rz.experiments.lag import LagConfig  # noqa: E402
+from rz.experiments.soak import SoakConfig  # noqa: E402
+from rz.verify.prove import ProveConfig  # noqa: E402
 
 
 def _print(values: dict[str, Any], as_json: bool, title: str) -> None:
@@ -120,7 +120,7 @@ def _audit(command: AuditCommand) -> int:
 
 
 def _verify_device(command: VerifyCommand) -> int:
-    from rz.verify_device import verify_device
+    from rz.verify.device import verify_device
 
     found = verify_device(list(DTYPES) if command.dtype == "both" else [command.dtype])
     if command.json:
@@ -162,8 +162,8 @@ def _verify(command: VerifyCommand) -> int:
 
 
 def _kernels(command: KernelsCommand) -> int:
-    from rz.kernel_table import kernel_table
     from rz.ops.tiles import TARGETS
+    from rz.verify.kernel_table import kernel_table
 
     rows = kernel_table(TARGETS if command.target == "all" else [command.target], processes=command.processes)
     if command.json:
@@ -197,7 +197,7 @@ def _eval(command: EvalCommand) -> int:
 
 
 def _bench_rollout(command: BenchRolloutCommand) -> int:
-    from rz.bench import bench_rollout
+    from rz.bench.rollout import bench_rollout
 
     values = bench_rollout(
         command.model,
@@ -212,7 +212,7 @@ def _bench_rollout(command: BenchRolloutCommand) -> int:
 
 
 def _bench_learner(command: BenchLearnerCommand) -> int:
-    from rz.bench_learner import bench_learner
+    from rz.bench.learner import bench_learner
     from rz.report import table
 
     values = bench_learner(
@@ -231,7 +231,7 @@ def _bench_learner(command: BenchLearnerCommand) -> int:
 
 
 def _bench_async(command: BenchAsyncCommand) -> int:
-    from rz.bench_async import MODES, bench_async
+    from rz.bench.asynchronous import MODES, bench_async
 
     settings = attrs.asdict(command)
     as_json = settings.pop("json")
@@ -241,7 +241,7 @@ def _bench_async(command: BenchAsyncCommand) -> int:
 
 
 def _bench_step(command: BenchStepCommand) -> int:
-    from rz.bench_step import bench_step
+    from rz.bench.step import bench_step
 
     settings = attrs.asdict(command)
     as_json = settings.pop("json")
@@ -252,7 +252,7 @@ def _bench_step(command: BenchStepCommand) -> int:
 
 
 def _prove(config: ProveConfig) -> int:
-    from rz.prove import prove
+    from rz.verify.prove import prove
 
     values = prove(config)
     _print(values if config.json else {n: v for n, v in values.items() if n != "results"}, config.json, "rz prove")
@@ -260,7 +260,7 @@ def _prove(config: ProveConfig) -> int:
 
 
 def _kills(command: KillsCommand) -> int:
-    from rz.kills import kills
+    from rz.experiments.kills import kills
 
     show = lambda text: print(text, file=sys.stderr, flush=True)
     values = kills(engine=command.engine, count=command.count, seed=command.seed, show=show)
@@ -269,7 +269,7 @@ def _kills(command: KillsCommand) -> int:
 
 
 def _soak(config: SoakConfig) -> int:
-    from rz.soak import rows, soak
+    from rz.experiments.soak import rows, soak
 
     summary = soak(config)
     _print(summary if config.json else rows(summary), config.json, "rz experiment soak")
@@ -277,8 +277,8 @@ def _soak(config: SoakConfig) -> int:
 
 
 def _lag(config: LagConfig) -> int:
-    from rz.lag import lag
-    from rz.lag_report import rows
+    from rz.experiments.lag import lag
+    from rz.experiments.lag_report import rows
 
     summary = lag(config, show=lambda text: print(text, file=sys.stderr, flush=True))
     _print(summary if config.json else rows(summary), config.json, "rz experiment lag: reward of the last policy")

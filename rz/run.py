@@ -20,7 +20,6 @@ from rz import checkpoint, report, schedule
 from rz.audit import online_audit
 from rz.certificate import certificate, check_certificate
 from rz.config import TrainConfig
-from rz.device_alignment import require_device_aligned
 from rz.engine.interface import Engine
 from rz.engine.plain import PlainEngine
 from rz.evaluate import Accuracy, evaluate
@@ -34,6 +33,7 @@ from rz.ops.probe import require_aligned
 from rz.snapshot import Snapshot, placed
 from rz.steps import PolicyState, adamw_init, count_nonfinite, drop_nonfinite, require_finite, update
 from rz.tasks import Task
+from rz.verify.alignment import require_device_aligned
 
 CHECKS = {"raise": require_finite, "drop": drop_nonfinite, "count": count_nonfinite}
 

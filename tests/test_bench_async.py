@@ -1,7 +1,7 @@
 from statistics import mean
 
-from rz.bench import ask
-from rz.bench_async import LONGEST, PARTS, _worker, length
+from rz.bench.asynchronous import LONGEST, PARTS, _worker, length
+from rz.bench.rollout import ask
 from rz.models.make import make_tiny
 
 

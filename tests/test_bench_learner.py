@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rz.bench_learner import MODELS, bench_learner, whole_sequences
+from rz.bench.learner import MODELS, bench_learner, whole_sequences
 
 
 def test_both_learners_are_measured_and_agree():

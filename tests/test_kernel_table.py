@@ -60,7 +60,7 @@ def test_every_kernel_is_compiled_for_every_target(table):
 def test_the_table_for_people(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = (
-        "from rz.kernel_table import compile_case; from rz.kernel_cases import kernel_cases\n"
+        "from rz.verify.kernel_table import compile_case; from rz.verify.kernel_cases import kernel_cases\n"
         "place = next(i for i, (_, launch) in enumerate(kernel_cases('sm_90')) if launch.kernel.__name__ == 'rope')\n"
         "row = compile_case('sm_90', place); print(row.name, '|', row)"
     )

@@ -6,8 +6,8 @@ import attrs
 import pytest
 import torch
 
-from rz import lag, lag_report
 from rz.engine.plain import PlainEngine
+from rz.experiments import lag, lag_report
 from rz.models.hf import load_config, load_params
 
 SIZES = {"layers": 1, "hidden_size": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 16}

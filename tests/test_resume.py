@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import rz.run
-from rz import checkpoint, kills, report
+from rz import checkpoint, report
 from rz.checkpoint import kept_versions, version_folder
 from rz.engine.plain import PlainEngine
-from rz.kills import MODES, Anything, config_of, outcome
+from rz.experiments import kills
+from rz.experiments.kills import MODES, Anything, config_of, outcome
 from rz.models.make import make_tiny
 from rz.run import resume, run
 from rz.tasks import Arithmetic
@@ -336,7 +337,7 @@ def command_of(pid):
 def test_ctrl_c_stops_with_a_checkpoint_and_twice_at_once(model, tmp_path, twice):
     folder = tmp_path / "run"
     code = (
-        "import attrs; from pathlib import Path; from rz import kills; from rz.run import run\n"
+        "import attrs; from pathlib import Path; from rz.experiments import kills; from rz.run import run\n"
         f"config = kills.config_of(Path({str(model)!r}), Path({str(folder)!r}), 'plain', 'turns')\n"
         "run(attrs.evolve(config, updates=5000), kills.Anything(), None)\n"
     )
@@ -366,7 +367,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_twice_at_once(model, tmp_path, twice
 def test_an_engine_that_hangs_in_this_process_ends_it_and_the_run_goes_on(model, tmp_path):
     folder = tmp_path / "run"
     code = (
-        "import attrs, threading; from pathlib import Path; from rz import kills; from rz.run import run\n"
+        "import attrs, threading; from pathlib import Path; from rz.experiments import kills; from rz.run import run\n"
         "from rz.engine.plain import PlainEngine\n"
         "real, steps = PlainEngine.step, []\n"
         "def step(self):\n"

@@ -9,8 +9,9 @@ import pytest
 from test_resume import few_probes, go_on, model, tasks  # noqa: F401
 
 import rz.run
-from rz import checkpoint, kills, report
-from rz.kills import config_of, outcome
+from rz import checkpoint, report
+from rz.experiments import kills
+from rz.experiments.kills import config_of, outcome
 from rz.lock import only_process
 from rz.models.make import make_tiny
 from rz.run import run

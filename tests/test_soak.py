@@ -5,8 +5,9 @@ import os
 import signal
 import threading
 
-from rz import checkpoint, report, soak
+from rz import checkpoint, report
 from rz.config import TrainConfig
+from rz.experiments import soak
 from rz.run import run
 
 SIZES = {"layers": 1, "hidden_size": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 16}
@@ -68,4 +69,4 @@ def of_soak(process, out):
             arguments = opened.read().split(b"\0")
     except OSError:
         return False
-    return b"rz.soak" in arguments and str(out).encode() in arguments
+    return b"rz.experiments.soak" in arguments and str(out).encode() in arguments

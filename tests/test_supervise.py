@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rz.supervise import supervise
+from rz.experiments.supervise import supervise
 
 
 def ends(*codes):
@@ -34,7 +34,8 @@ def test_an_exit_status_ends_it():
 
 
 def test_a_process_ends_with_the_one_that_supervises_it():
-    code = "import time; from rz.supervise import follow_parent; follow_parent(); print(1, flush=True); time.sleep(60)"
+    code = "import time; from rz.experiments.supervise import follow_parent\n"
+    code += "follow_parent(); print(1, flush=True); time.sleep(60)"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout.readline() == b"1\n" and child.poll() is None
     child.stdin.close()

@@ -7,10 +7,10 @@ import pytest
 import torch
 from rollouts import all_bits, finish, mixed
 
-from rz import prove as prove_module
 from rz.audit import replay
-from rz.prove import ProveConfig, prove
-from rz.scenarios import (
+from rz.verify import prove as prove_module
+from rz.verify.prove import ProveConfig, prove
+from rz.verify.scenarios import (
     CONTROL,
     ROOMY,
     SMALL,

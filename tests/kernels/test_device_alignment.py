@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rz import device_alignment as alignment
+from rz.verify import alignment
 
 pytestmark = pytest.mark.usefixtures("on_kernels")
 CPU = torch.device("cpu")

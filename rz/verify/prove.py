@@ -17,7 +17,7 @@ from rz.config import DTYPES
 from rz.models.dense import random_params
 from rz.models.hf import load_config, load_params, save_checkpoint
 from rz.models.make import make_tiny
-from rz.scenarios import CONTROL, engines, moved_by_one_ulp, prove_scenario, requests, stock_rollouts
+from rz.verify.scenarios import CONTROL, engines, moved_by_one_ulp, prove_scenario, requests, stock_rollouts
 
 DEVIATION = 0.15  # of the random model's weights: logits wide enough for one unit in the last place to show
 
@@ -118,8 +118,9 @@ def prove(config: ProveConfig) -> dict[str, Any]:
         for number, threads in enumerate(config.threads):
             out = Path(work) / f"{number}.json"
             settings = {"folder": str(folder), "dtypes": config.dtypes, "tokens": share, "seed": config.seed}
+            work = json.dumps(settings | {"number": number, "out": str(out)})
             done = subprocess.run(
-                [sys.executable, "-P", "-m", "rz.prove", json.dumps(settings | {"number": number, "out": str(out)})],
+                [sys.executable, "-P", "-m", "rz.verify.prove", work],
                 env={**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
                 stdout=sys.stderr,
             )

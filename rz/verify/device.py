@@ -1,6 +1,6 @@
 """Alignment matrix and speed table of the kernels on the device that is there.
 
-Needs torch, triton and attrs only: python -m rz.verify_device prints the JSON of rz verify --device cuda --json.
+Needs torch, triton and attrs only: python -m rz.verify.device prints the JSON of rz verify --device cuda --json.
 """
 
 import json
@@ -10,9 +10,8 @@ from typing import Any
 import attrs
 import torch
 
-from rz import device_alignment as alignment
-from rz import device_speed as speed
 from rz.ops.device import device_class
+from rz.verify import alignment, speed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOAT32_ERROR = 5e-5  # of a float32 product of values near 1 over up to 12,288 terms; TF32 would be 1e-3

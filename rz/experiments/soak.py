@@ -14,10 +14,10 @@ import attrs
 from rz import checkpoint, report
 from rz.config import TrainConfig
 from rz.demo import DIGITS, LENGTH, TOKENS, warm_up
+from rz.experiments.supervise import follow_parent, supervise
 from rz.models.hf import load_config, load_params, save_checkpoint
 from rz.models.make import make_tiny
 from rz.run import resume, run
-from rz.supervise import follow_parent, supervise
 from rz.tasks import Arithmetic
 
 BEGINS, SUMMARY, PLOT = "begins.jsonl", "summary.json", "summary.png"
@@ -93,7 +93,7 @@ def soak(config: SoakConfig) -> dict[str, Any]:
     def begin() -> subprocess.Popen:
         with (config.out / BEGINS).open("a", encoding="utf-8") as opened:
             opened.write(json.dumps({"from": last()}) + "\n")
-        command = [sys.executable, "-P", "-m", "rz.soak", str(config.out), json.dumps(settings)]
+        command = [sys.executable, "-P", "-m", "rz.experiments.soak", str(config.out), json.dumps(settings)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
 
     supervise(begin, last, tries=settings["tries"])

@@ -130,7 +130,7 @@ def bench_rollout(
             f"got {prompt_tokens + response_tokens}"
         )
     arguments = [str(folder), dtype, str(sequences), str(prompt_tokens), str(response_tokens)]
-    workers = {kind: start_worker("rz.bench", kind, *arguments) for kind in ENGINES}
+    workers = {kind: start_worker("rz.bench.rollout", kind, *arguments) for kind in ENGINES}
     speeds: dict[str, list[float]] = {kind: [] for kind in ENGINES}
     try:
         for number in range(rounds + 1):

@@ -15,13 +15,13 @@ from rz.batch import TrainBatch
 from rz.engine.interface import Engine
 from rz.engine.plain import PlainEngine
 from rz.evaluate import evaluate
-from rz.lag_report import plot, rounded, summarise
+from rz.experiments.lag_report import plot, rounded, summarise
+from rz.experiments.soak import warmed
 from rz.loop import UpdateRecord, train
 from rz.models.dense import DenseConfig
 from rz.models.hf import load_config, load_params
 from rz.models.policy import response_logprobs
 from rz.schedule import Settings
-from rz.soak import warmed
 from rz.steps import (
     PolicyState,
     adamw_init,

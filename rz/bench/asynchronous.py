@@ -19,7 +19,7 @@ import torch
 
 from rz.audit import online_audit
 from rz.batch import Prompt, Request, Rollout
-from rz.bench import ask
+from rz.bench.rollout import ask
 from rz.config import TrainConfig
 from rz.engine.interface import Engine
 from rz.loop import UpdateRecord, train
@@ -192,7 +192,7 @@ def _worker(folder: Path, updates: int, audit_share: float, settings: Mapping[st
     threads = 1 if process or settings.get("overlap_steps") else torch.get_num_threads()
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
     arguments = [str(folder), str(updates), str(threads), str(audit_share)]
-    code = f"import sys; from rz.bench_async import work; work(*sys.argv[1:], **{dict(settings)!r})"
+    code = f"import sys; from rz.bench.asynchronous import work; work(*sys.argv[1:], **{dict(settings)!r})"
     return subprocess.Popen(
         [sys.executable, "-c", f"if __name__ == '__main__':\n    {code}", *arguments],
         stdin=subprocess.PIPE,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rz.batch import TrainBatch
-from rz.bench import ask, start_worker
+from rz.bench.rollout import ask, start_worker
 from rz.config import DTYPES
 from rz.models.hf import load_config, load_params
 from rz.models.make import make_tiny
@@ -120,7 +120,7 @@ def work(kind: str, folder: str, dtype: str, sequences: str, length: str) -> Non
 
 def _case(folder: Path, dtype: str, sequences: int, length: int, rounds: int) -> dict[str, Any]:
     workers = {
-        kind: start_worker("rz.bench_learner", kind, str(folder), dtype, str(sequences), str(length))
+        kind: start_worker("rz.bench.learner", kind, str(folder), dtype, str(sequences), str(length))
         for kind in LEARNERS
     }
     seconds, cpu_seconds = ({kind: [] for kind in LEARNERS} for _ in range(2))

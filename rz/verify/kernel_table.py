@@ -17,9 +17,9 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rz.kernel_cases import kernel_cases
 from rz.ops.launch import Launch
 from rz.ops.tiles import SHARED_LIMIT
+from rz.verify.kernel_cases import kernel_cases
 
 TOOL = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 ELEMENTS = {

@@ -1,0 +1,1 @@
+"""Speed, measured against others in one run."""

@@ -1,0 +1,1 @@
+"""Proofs on the device at hand, and the compile table of the kernels."""
