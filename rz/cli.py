@@ -143,7 +143,7 @@ def _verify(command: VerifyCommand) -> int:
     from rz.models.compute import has_narrow_products
     from rz.models.hf import load_config
     from rz.ops.probe import probe
-    from rz.run import probe_settings, product_shapes
+    from rz.setup import probe_settings, product_shapes
 
     results = {}
     for name in list(DTYPES) if command.dtype == "both" else [command.dtype]:

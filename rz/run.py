@@ -21,81 +21,20 @@ from rz.audit import online_audit
 from rz.certificate import certificate, check_certificate
 from rz.config import TrainConfig
 from rz.engine.interface import Engine
-from rz.engine.plain import PlainEngine
 from rz.evaluate import Accuracy, evaluate
 from rz.lock import only_process
 from rz.loop import UpdateRecord, train
-from rz.models.compute import has_narrow_products
 from rz.models.dense import DenseConfig
 from rz.models.hf import load_config, load_params
 from rz.models.policy import response_logprobs
 from rz.ops.probe import require_aligned
+from rz.setup import check_settings, check_task, fixed_settings, open_engine, probe_settings, product_shapes
 from rz.snapshot import Snapshot, placed
 from rz.steps import PolicyState, adamw_init, count_nonfinite, drop_nonfinite, require_finite, update
 from rz.tasks import Task
 from rz.verify.alignment import require_device_aligned
 
 CHECKS = {"raise": require_finite, "drop": drop_nonfinite, "count": count_nonfinite}
-
-
-def _engine(config: TrainConfig, model: DenseConfig, params: Mapping[str, torch.Tensor], version: int) -> Engine:
-    settings = {
-        "dtype": config.torch_dtype,
-        "slots": config.slots,
-        "max_length": config.max_length,
-        "step_tokens": config.step_tokens,
-        "version": version,
-    }
-    if config.engine == "plain":
-        return PlainEngine(model, params, **settings)
-    from rz.engine.vllm import VllmEngine
-
-    return VllmEngine(config.model, model, params, cache_tokens=config.cache_tokens, **settings)
-
-
-def open_engine(config: TrainConfig, model: DenseConfig, start: Snapshot) -> Engine:
-    """The engine that config names, serving what the run goes on from."""
-    params, version = start.history[0], start.plan.served
-    if not config.engine_process:
-        return _engine(config, model, params, version)
-    from rz.engine.process import ProcessEngine
-
-    make = partial(_engine, config, model)
-    return ProcessEngine(make, params, version=version, threads=config.engine_threads, limit_s=config.engine_timeout_s)
-
-
-def product_shapes(model: DenseConfig) -> list[tuple[int, int]]:
-    """(inputs, outputs) of every matrix product of a model."""
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    return [
-        (model.hidden_size, queries + 2 * keys),
-        (queries, model.hidden_size),
-        (model.hidden_size, 2 * model.intermediate_size),
-        (model.intermediate_size, model.hidden_size),
-        (model.hidden_size, model.vocab_size),
-    ]
-
-
-def probe_settings(model: DenseConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What rz.ops.probe needs to know of a model beside its product_shapes."""
-    return {
-        "attention": (model.heads, model.kv_heads, model.head_dim),
-        "weight_dtype": dtype if has_narrow_products(dtype) else torch.float32,
-    }
-
-
-def check_task(config: TrainConfig, model: DenseConfig, task: Task, held_out: Task | None) -> None:
-    """Raises ValueError if the first prompts of a task do not fit the model or the settings."""
-    for prompt in (task.prompt(0), *([held_out.prompt(0)] if held_out else ())):
-        if (highest := max(*prompt.token_ids, *task.stop_ids)) >= model.vocab_size:
-            raise ValueError(
-                f"token ids of the task must be < the model's vocab_size {model.vocab_size}, got {highest}"
-            )
-        if (length := len(prompt.token_ids)) + config.max_tokens > config.max_length:
-            raise ValueError(
-                f"max_length must be >= the tokens of the task's prompt {prompt.index} ({length}) + max_tokens "
-                f"({config.max_tokens}), got {config.max_length}"
-            )
 
 
 def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any]:
@@ -176,22 +115,6 @@ def _resume(run: Path, open_tasks: Callable, *, updates: int | None, same_machin
         if updates is not None:
             report.write_config(run, attrs.asdict(config))
         return _train(config, model, task, held_out, engine, start, proof, saved)
-
-
-FREE = ("model", "out", "updates", "keep", "save_every", "engine_process", "engine_threads")
-
-
-def fixed_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings that change what a run computes."""
-    values = attrs.asdict(config).items()
-    return {name: value for name, value in values if name not in FREE and not name.endswith("_timeout_s")}
-
-
-def check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the first setting that is not as the run began with."""
-    for name, value in now.items():
-        if name in before and before[name] != value:
-            raise ValueError(f"{name} of run.json must be as the run began with ({before[name]}), got {value}")
 
 
 def _check_device(config: TrainConfig) -> None:

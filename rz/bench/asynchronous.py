@@ -26,8 +26,8 @@ from rz.loop import UpdateRecord, train
 from rz.models.hf import load_config, load_params
 from rz.models.make import make_tiny
 from rz.models.policy import response_logprobs
-from rz.run import open_engine
 from rz.schedule import start
+from rz.setup import open_engine
 from rz.snapshot import Snapshot
 from rz.steps import PolicyState, adamw_init, update
 
