@@ -37,8 +37,8 @@ def request(**changes):
 
 
 def tensors_of(batch):
-    fields = attrs.fields(TrainBatch)
-    return {field.name: getattr(batch, field.name) for field in fields if field.name != "temperature"}
+    values = {field.name: getattr(batch, field.name) for field in attrs.fields(TrainBatch)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 @st.composite

@@ -11,7 +11,7 @@ from rz.batch import TrainBatch
 from rz.models.compute import compute_params
 from rz.models.dense import DenseConfig, forward, head_weight
 from rz.ops import WholeSequences, token_logprobs
-from rz.ops.device import has_kernels
+from rz.ops import device as device_of
 
 
 def packed_logprobs(
@@ -111,8 +111,8 @@ def response_logprobs(
     Gradient: to params.
     Edge cases: a response without tokens gives a row of zeros.
     """
-    first = next(iter(params.values()))
-    packed, used, device = pack(batch, share=not has_kernels(first)), compute_params(params, dtype=dtype), first.device
+    used, first = compute_params(params, dtype=dtype), next(iter(params.values()))
+    packed, device = pack(batch, share=not device_of.has_kernels(first)), first.device
     past = WholeSequences(packed.lengths, packed.prefixes)
     hidden = forward(used, config, packed.tokens.to(device), packed.positions.to(device), past)
     # index_select: the gradient of hidden[rows] adds equal rows up in any order.

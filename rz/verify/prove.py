@@ -118,9 +118,9 @@ def prove(config: ProveConfig) -> dict[str, Any]:
         for number, threads in enumerate(config.threads):
             out = Path(work) / f"{number}.json"
             settings = {"folder": str(folder), "dtypes": config.dtypes, "tokens": share, "seed": config.seed}
-            work = json.dumps(settings | {"number": number, "out": str(out)})
+            given = json.dumps(settings | {"number": number, "out": str(out)})
             done = subprocess.run(
-                [sys.executable, "-P", "-m", "rz.verify.prove", work],
+                [sys.executable, "-P", "-m", "rz.verify.prove", given],
                 env={**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
                 stdout=sys.stderr,
             )
