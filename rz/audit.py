@@ -164,6 +164,8 @@ class _Decode:
             heads=self.config.heads,
             kv_heads=self.config.kv_heads,
             windows=tuple(set(self.config.windows)),
+            head_dim=self.config.head_dim,
+            dtype=self.caches[0].dtype,
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:

@@ -157,6 +157,8 @@ class PlainEngine:
             heads=self.config.heads,
             kv_heads=self.config.kv_heads,
             windows=tuple(set(self.config.windows)),
+            head_dim=self.config.head_dim,
+            dtype=self._dtype,
         )
         hidden = forward(
             self._params,

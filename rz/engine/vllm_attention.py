@@ -27,6 +27,8 @@ class RzAttentionBuilder(AttentionMetadataBuilder[StepPlan]):
         self.windows = tuple({layer.impl.window for layer in layers})
         self.heads = layers[0].impl.num_heads
         self.kv_heads = layers[0].impl.num_kv_heads
+        self.head_dim = layers[0].impl.head_size
+        self.dtype = vllm_config.model_config.dtype
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> StepPlan:
         requests, tokens = common.num_reqs, common.num_actual_tokens
@@ -39,6 +41,8 @@ class RzAttentionBuilder(AttentionMetadataBuilder[StepPlan]):
             heads=self.heads,
             kv_heads=self.kv_heads,
             windows=self.windows,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
         )
         return StepPlan(plan, common.slot_mapping[:tokens].long(), tokens)
 

@@ -1,112 +1,65 @@
 """Causal attention with grouped key-value heads, over a paged cache and over whole sequences, in one arithmetic.
 
-Keys are visited in tiles of 128 from absolute position 0. A tile gives a partial (max, sum, output) in float32, and
-partials are combined in ascending order; a tile that is masked for a row adds exactly nothing to it. Both callers run
-`_attend`, so a token's output has the same bits by prefill, chunked prefill, decode, recomputation and the learner.
+Both callers hand rows and keys to rz.ops.attention_kernel, with keys from absolute position 0, so a token's output has
+the same bits by prefill, chunked prefill, decode, recomputation and the learner.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rz.ops import attention_kernel as kernel
 from rz.ops import device
 from rz.ops.attention_gradient import Batch, attention_gradient, gradient_batches
-from rz.ops.attention_plan import QUANTUM, Block, Plan, Tile, make_plan
+from rz.ops.attention_plan import Block, Plan, make_plan
 from rz.ops.function import apply
 
-LOWEST = -3.0e38  # stands for the maximum of no scores
 
-
-def _scores(queries: Tensor, keys: Tensor, tile: Tile, window: int | None) -> Tensor:
-    """[items, kv_heads, rows, keys] float32, masked with -inf."""
-    items, kv_heads, rows, width = queries.shape
-    scores = torch.bmm(queries.reshape(-1, rows, width), keys.transpose(1, 2)).view(items, kv_heads, rows, tile.keys)
-    mask = tile.masked[window]
-    return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
-
-
-def _partial(queries: Tensor, keys: Tensor, values: Tensor, tile: Tile, window: int | None) -> list[Tensor]:
-    scores = _scores(queries, keys, tile, window)
-    top = scores.amax(-1, keepdim=True).clamp_(min=LOWEST)
-    weights = scores.sub_(top).exp_().flatten(0, 1)
-    # A product with ones, not a sum over the last axis: the sum's order depends on how many keys are padded.
-    total = torch.mm(weights.flatten(0, 1), weights.new_ones(tile.keys, QUANTUM))[:, :1]
-    out = torch.bmm(weights, values)
-    return [top, total.view_as(top), out.view(*top.shape[:-1], -1)]
-
-
-def _combine(old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-    top = torch.maximum(old[0], new[0])
-    keep, add = (old[0] - top).exp_(), (new[0] - top).exp_()
-    return [top, old[1] * keep + new[1] * add, old[2] * keep + new[2] * add]
-
-
-def _attend_block(
-    queries: Tensor, block: Block, kv_heads: int, window: int | None, fetch: Callable[[Tile], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """queries [I * Hk * R, D] float32, scaled -> (output of the same shape, log-sum-exp [I * Hk * R])."""
-    queries = queries.view(block.items, kv_heads, block.rows, -1)
-    state: list[Tensor] | None = None
-    for tile in block.tiles:
-        keys, values = fetch(tile)
-        part = queries[: tile.items, :, tile.first_row :]
-        new = _partial(part, keys, values, tile, window)
-        if state is None and (tile.items, tile.first_row) == (block.items, 0):
-            state = new
-            continue
-        if state is None:
-            one = queries[..., :1]
-            state = [torch.full_like(one, LOWEST), torch.zeros_like(one), torch.zeros_like(queries)]
-        if tile.items < block.items or tile.first_row:
-            views = [old[: tile.items, :, tile.first_row :] for old in state]
-            for view, value in zip(views, _combine(views, new), strict=True):
-                view.copy_(value)
-        else:
-            state = _combine(state, new)
-    top, total, out = state
-    return (out / total).flatten(0, 2), (top + total.log()).flatten()
-
-
-def _attend(
-    q: Tensor, plan: Plan, window: int | None, fetch: Callable[[Tile], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """q [N, H, D] -> (output [N, H, D] in the dtype of q, log-sum-exp [N, H] float32)."""
-    width = q.shape[-1]
-    rows = q.reshape(-1, width)
-    parts = []
-    for block in plan.blocks:
-        queries = rows.index_select(0, block.query_rows).float().mul_(width**-0.5)
-        parts.append(_attend_block(queries, block, plan.kv_heads, window, fetch))
-    out, lse = (parts[0][i] if len(parts) == 1 else torch.cat([part[i] for part in parts]) for i in (0, 1))
-    out, lse = (x.index_select(0, plan.output_rows).view(*q.shape[:2], *x.shape[1:]) for x in (out, lse))
-    return out.to(q.dtype), lse
-
-
-def _from_rows(rows: Tensor, tile: Tile, kv_heads: int) -> Tensor:
-    return rows.index_select(0, tile.key_rows).float().view(tile.items * kv_heads, tile.keys, -1)
+def _attend_batch(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None, out: Tensor, lse: Tensor) -> None:
+    """Fill the rows of out [N, H, D] and lse [N, H] that the batch answers."""
+    dtype, kv_heads, group = kernel.compute_dtype(q.dtype, q.shape[-1]), k.shape[1], q.shape[1] // k.shape[1]
+    take = lambda x, tokens: x.index_select(0, tokens.flatten()).to(dtype).unflatten(0, tokens.shape)
+    keys, values = (take(x, batch.padded).transpose(1, 2) for x in (k, v))
+    queries = take(q, batch.padded[:, batch.first :]).unflatten(2, (kv_heads, group))
+    if batch.own is None:
+        rows = slice(int(batch.tokens[0, 0]), int(batch.tokens[0, 0]) + batch.tokens.numel())
+        places = [x[rows].unflatten(0, batch.tokens.shape) for x in (out, lse)]
+    else:
+        places = [x.new_empty(*batch.tokens[:, batch.first :].shape, *x.shape[1:]) for x in (out, lse)]
+    for member in range(group):  # the kernel knows no shared key-value heads
+        own = queries[:, :, :, member].transpose(1, 2)
+        parts = kernel.causal_attention(own, keys, values, first=batch.first, window=window)
+        for place, part in zip(places, parts, strict=True):
+            part = part.transpose(1, 2)[:, : place.shape[1]]
+            place.unflatten(2, (kv_heads, group))[:, :, :, member].copy_(part)
+    if batch.own is not None:
+        own = batch.own[:, batch.first :]
+        for x, place in zip((out, lse), places, strict=True):
+            x.index_copy_(0, batch.tokens[:, batch.first :][own], place[own])
 
 
 class _WholeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, plan: Plan, batches: tuple[Batch, ...], window: int | None
+        q: Tensor, k: Tensor, v: Tensor, batches: tuple[Batch, ...], window: int | None
     ) -> tuple[Tensor, Tensor]:
-        flat = [x.reshape(-1, x.shape[-1]) for x in (k, v)]
-        fetch = lambda tile: tuple(_from_rows(x, tile, plan.kv_heads) for x in flat)
-        return _attend(q, plan, window, fetch)
+        out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
+        for batch in batches:
+            _attend_batch(q, k, v, batch, window, out, lse)
+        return out, lse
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        q, k, v, _, ctx.batches, ctx.window = inputs
+        q, k, v, ctx.batches, ctx.window = inputs
         ctx.save_for_backward(q, k, v, *output)
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _):
-        return *attention_gradient(grad, *ctx.saved_tensors, ctx.batches, ctx.window), None, None, None
+        return *attention_gradient(grad, *ctx.saved_tensors, ctx.batches, ctx.window), None, None
 
 
 class WholeSequences:
@@ -129,32 +82,8 @@ class WholeSequences:
         for prefix in self.prefixes:
             if prefix is not None and not (0 <= prefix < len(lengths) and self.prefixes[prefix] is None):
                 raise ValueError(f"prefixes must be sequences without a prefix, got {prefix}")
-        self._plans: dict[tuple[int, int, int | None], Plan] = {}
         self._batches = gradient_batches(self.lengths, self.prefixes)
         self._kernel_plan = None
-
-    def _plan(self, heads: int, kv_heads: int, window: int | None) -> Plan:
-        key = (heads, kv_heads, window)
-        if key not in self._plans:
-            starts = torch.tensor(self.lengths).cumsum(0) - torch.tensor(self.lengths)
-            before = torch.tensor([0 if prefix is None else self.lengths[prefix] for prefix in self.prefixes])
-            prefix_starts = starts[[prefix or 0 for prefix in self.prefixes]]
-
-            def key_rows(sequence: Tensor, position: Tensor) -> Tensor:
-                shared, own = prefix_starts[sequence][:, None], (starts - before)[sequence][:, None]
-                token = position + torch.where(position < before[sequence][:, None], shared, own)
-                return (token[:, None, :] * kv_heads + torch.arange(kv_heads)[None, :, None]).flatten()
-
-            self._plans[key] = make_plan(
-                self.lengths,
-                (torch.tensor(self.lengths) + before).tolist(),
-                heads=heads,
-                kv_heads=kv_heads,
-                windows=(window,),
-                key_rows=key_rows,
-                short_queries=0,
-            )
-        return self._plans[key]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
         """Causal attention of every token to its own sequence.
@@ -169,6 +98,8 @@ class WholeSequences:
         """
         if q.shape[0] != sum(self.lengths):
             raise ValueError(f"q must have {sum(self.lengths)} tokens, got {q.shape[0]}")
+        if q.shape[1] % k.shape[1]:
+            raise ValueError(f"heads must be a multiple of kv_heads {k.shape[1]}, got {q.shape[1]}")
         if device.has_kernels(q):
             from rz.ops import triton_attention, triton_whole
 
@@ -177,8 +108,7 @@ class WholeSequences:
             if self._kernel_plan is None:
                 self._kernel_plan = triton_attention.whole_plan(self.lengths, q.device)
             return triton_whole.whole_attention(q, k, v, self._kernel_plan, window=window)
-        plan = self._plan(q.shape[1], k.shape[1], window)
-        return apply(_WholeAttention, q, k, v, plan, self._batches, window)[0]
+        return apply(_WholeAttention, q, k, v, self._batches, window)[0]
 
 
 def write_cache(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -204,8 +134,13 @@ def paged_plan(
     heads: int,
     kv_heads: int,
     windows: Sequence[int | None],
+    head_dim: int,
+    dtype: torch.dtype,
 ) -> Plan:
-    """Plan attention over a paged cache: as make_plan, with block_table [sequences, blocks] of cache block numbers."""
+    """Plan attention over a paged cache: as make_plan, with block_table [sequences, blocks] of cache block numbers.
+
+    head_dim and dtype are those of the queries.
+    """
     if device.has_kernels(block_table):
         from rz.ops import triton_attention
 
@@ -225,7 +160,27 @@ def paged_plan(
         windows=windows,
         key_rows=key_rows,
         short_queries=64,
+        dtype=kernel.compute_dtype(dtype, head_dim),
     )
+
+
+def _attend_block(q: Tensor, cached: Tensor, block: Block, plan: Plan, window: int | None) -> Tensor:
+    """q [N * H, D], cached [blocks * Hk * block_size, 2 D] -> [I * R * Hk, D] in the dtype of the plan."""
+    width = q.shape[-1]
+    queries = q.index_select(0, block.query_rows).to(plan.dtype)
+    queries = queries.view(block.items, block.rows, plan.kv_heads, width).transpose(1, 2)
+    state: tuple[Tensor, Tensor] | None = None
+    for tile in block.tiles:
+        both = cached.index_select(0, tile.key_rows).to(plan.dtype).view(tile.items, plan.kv_heads, tile.keys, -1)
+        part = queries[: tile.items, :, tile.first_row :]
+        new = kernel.fused(part, both[..., :width], both[..., width:], tile.masks[window])
+        if len(block.tiles) == 1:
+            state = new
+            continue
+        if state is None:
+            state = kernel.empty_state(queries)
+        kernel.add_tile(tuple(x[: tile.items, :, tile.first_row :] for x in state), new, tile.empty[window])
+    return state[0].transpose(1, 2).reshape(-1, width)
 
 
 def paged_attention(q: Tensor, cache: Tensor, plan: Plan, *, window: int | None) -> Tensor:
@@ -243,10 +198,7 @@ def paged_attention(q: Tensor, cache: Tensor, plan: Plan, *, window: int | None)
 
         return triton_attention.paged_attention(q, cache, plan, window=window)
     width = q.shape[-1]
-    rows = cache.view(-1, 2 * width)
-
-    def fetch(tile: Tile) -> tuple[Tensor, Tensor]:
-        both = _from_rows(rows, tile, plan.kv_heads)
-        return both[..., :width], both[..., width:]
-
-    return _attend(q, plan, window, fetch)[0]
+    cached, rows = cache.view(-1, 2 * width), q.reshape(-1, width)
+    parts = [_attend_block(rows, cached, block, plan, window) for block in plan.blocks]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.index_select(0, plan.output_rows).view(q.shape).to(q.dtype)

@@ -6,6 +6,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from rz.ops.attention_kernel import KEY_QUANTUM, up
+
 BATCH_TOKENS = 1024  # of padded sequences that are computed together
 
 
@@ -16,11 +18,15 @@ class Batch:
     tokens: [I, L] the row of each position's token; padding repeats a sequence's last.
     own: [I, L] bool, True = a token whose query this sequence answers; neither padding nor a prefix. None = all are.
     live: [I, L] bool, False = padding.
+    padded: [I, P] as tokens, where P is L padded to a multiple of KEY_QUANTUM.
+    first: a multiple of KEY_QUANTUM; no token before this position is own.
     """
 
     tokens: Tensor
     own: Tensor | None
     live: Tensor
+    padded: Tensor
+    first: int
 
     def take(self, x: Tensor) -> Tensor:
         """x [N, ...] -> [I, L, ...] float32."""
@@ -49,14 +55,24 @@ def gradient_batches(lengths: Sequence[int], prefixes: Sequence[int | None]) -> 
     for members in _grouped([a + b for a, b in zip(before, lengths, strict=True)]):
         column = lambda values, members=members: torch.tensor([values[i] for i in members])[:, None]
         prefix, own = column(before), column(lengths)
-        position = torch.arange(int((prefix + own).max()))[None, :]
+        longest = int((prefix + own).max())
+        position = torch.arange(up(longest, KEY_QUANTUM))[None, :]
         place = position.minimum(prefix + own - 1)
         prefix_start = column([0 if i is None else starts[i] for i in prefixes])
-        tokens = torch.where(place < prefix, prefix_start + place, column(starts) + place - prefix)
+        padded = torch.where(place < prefix, prefix_start + place, column(starts) + place - prefix)
+        position, tokens = position[:, :longest], padded[:, :longest]
         live = position < prefix + own
         answered = live & (position >= prefix)
         consecutive = torch.equal(tokens.flatten(), torch.arange(tokens.numel()) + tokens[0, 0])
-        batches.append(Batch(tokens=tokens, own=None if consecutive and answered.all() else answered, live=live))
+        batches.append(
+            Batch(
+                tokens=tokens,
+                own=None if consecutive and answered.all() else answered,
+                live=live,
+                padded=padded,
+                first=int(prefix.min()) // KEY_QUANTUM * KEY_QUANTUM,
+            )
+        )
     return tuple(batches)
 
 

@@ -2,7 +2,7 @@
 
 Queries are cut into items. An item is a run of consecutive tokens of one sequence, for one key-value head all of its
 query heads' rows together (token-major), padded to a multiple of 16 rows. Items of equal row count form a block and are
-computed together. Keys are cut into tiles of 128 from absolute position 0.
+computed together. Keys are cut into tiles from absolute position 0 as rz.ops.attention_kernel needs it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +11,10 @@ import attrs
 import torch
 from torch import Tensor
 
-TILE = 128  # keys
-QUANTUM = 16  # rows and keys are padded to multiples of this
+from rz.ops.attention_kernel import KEY_QUANTUM, ROW_QUANTUM, SPLIT, TILE, additive, masked_keys, up
+
 RUN = 128  # query tokens of an item at most
-BLOCK_SCORES = 1 << 19  # scores that a block may hold at once: its temporaries stay near a core's cache
-
-
-def _up(value: int, quantum: int) -> int:
-    return -(-value // quantum) * quantum
+BLOCK_SCORES = 1 << 20  # scores of a block at most, over all its tiles
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -29,7 +25,8 @@ class Tile:
     first_row: int
     keys: int
     key_rows: Tensor  # [items * kv_heads * keys] rows of the key-value storage
-    masked: dict[int | None, Tensor | None]  # by window: [items, 1, rows, keys] bool, True = no attention; None = none
+    masks: dict[int | None, Tensor | None]  # by window: [items, 1, rows, keys], 0 or -inf; None = 0 everywhere
+    empty: dict[int | None, Tensor | None]  # by window: [items, 1, rows] bool, rows without a key here; None = none
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -38,7 +35,7 @@ class Block:
 
     items: int
     rows: int
-    query_rows: Tensor  # [items * kv_heads * rows] rows of the queries seen as [N * H, D]
+    query_rows: Tensor  # [items * rows * kv_heads] rows of the queries seen as [N * H, D]
     tiles: tuple[Tile, ...]
 
 
@@ -53,6 +50,7 @@ class Plan:
     output_rows: Tensor
     heads: int
     kv_heads: int
+    dtype: torch.dtype  # that attention is computed in
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -63,14 +61,6 @@ class _Item:
     tokens: int
 
 
-def _mask(positions: Tensor, first_key: int, keys: int, window: int | None) -> Tensor | None:
-    key = torch.arange(first_key, first_key + keys)
-    masked = key > positions[:, :, None]
-    if window is not None:
-        masked |= key <= positions[:, :, None] - window
-    return masked[:, None] if bool(masked.any()) else None
-
-
 def _block(
     items: Sequence[_Item],
     tokens: int,
@@ -78,10 +68,11 @@ def _block(
     kv_heads: int,
     windows: Sequence[int | None],
     key_rows: Callable[[Tensor, Tensor], Tensor],
+    dtype: torch.dtype,
 ) -> tuple[Block, Tensor, Tensor]:
     """A block, and for its valid rows: the (token, head) row they answer and where they lie in the block."""
     group = heads // kv_heads
-    rows = _up(tokens * group, QUANTUM)
+    rows = up(tokens * group, ROW_QUANTUM)
     count = torch.tensor([item.tokens for item in items])
     first_token = torch.tensor([item.first_token for item in items])
     first_position = torch.tensor([item.first_position for item in items])
@@ -90,30 +81,36 @@ def _block(
     valid = row[None, :] < count[:, None] * group  # [I, R]
     offset = (row // group)[None, :].where(valid, 0)
     positions = first_position[:, None] + offset
-    head = torch.arange(kv_heads)[:, None] * group + row % group  # [Hk, R]
-    answers = (first_token[:, None] + offset)[:, None, :] * heads + head[None]  # [I, Hk, R]
-    inside = valid[:, None, :].expand_as(answers)
+    head = torch.arange(kv_heads)[None, :] * group + (row % group)[:, None]  # [R, Hk]
+    answers = (first_token[:, None] + offset)[:, :, None] * heads + head  # [I, R, Hk]
+    inside = valid[:, :, None].expand_as(answers)
     last = first_position + count - 1
     tiles = []
     widest = None if None in windows else max(windows)
     oldest = (torch.zeros_like(last) if widest is None else first_position - widest + 1)[:, None]
-    for start in range(max(0, int(oldest.min())) // TILE * TILE, int(last[0]) + 1, TILE):
+    newest_key, quantum = int(last[0]), TILE if dtype == torch.float32 else SPLIT
+    begin = max(0, int(oldest.min())) // quantum * quantum
+    width = TILE if dtype == torch.float32 else up(newest_key + 1 - begin, KEY_QUANTUM)
+    for start in range(begin, newest_key + 1, width):
         active = int((last >= start).sum())
-        keys = min(TILE, _up(int(last[0]) + 1 - start, QUANTUM))
-        # Rows that lie before the tile's first key in every item are left out; at least QUANTUM rows are kept.
+        keys = min(width, up(newest_key + 1 - start, KEY_QUANTUM))
+        # Rows that lie before the tile's first key in every item are left out; at least ROW_QUANTUM rows are kept.
         skipped = max(0, start - int(first_position[:active].max())) * group
-        first_row = min(skipped // QUANTUM * QUANTUM, rows - QUANTUM)
-        key = torch.arange(start, start + keys)[None, :]
+        first_row = min(skipped // ROW_QUANTUM * ROW_QUANTUM, rows - ROW_QUANTUM)
+        key = torch.arange(start, start + keys)
+        masked = {w: masked_keys(positions[:active, first_row:, None], key, w) for w in set(windows)}
+        empty = {w: mask.all(-1)[:, None] for w, mask in masked.items()}
         # Past the end, or before the widest window, the storage may hold anything: read the last key, which is finite.
         newest = last[:active, None]
-        key = key.where((key <= newest) & (key >= oldest[:active]), newest)
+        read = key.where((key <= newest) & (key >= oldest[:active]), newest)
         tiles.append(
             Tile(
                 items=active,
                 first_row=first_row,
                 keys=keys,
-                key_rows=key_rows(sequence[:active], key),
-                masked={w: _mask(positions[:active, first_row:], start, keys, w) for w in set(windows)},
+                key_rows=key_rows(sequence[:active], read),
+                masks={w: additive(mask[:, None], dtype) if mask.any() else None for w, mask in masked.items()},
+                empty={w: rows_left if rows_left.any() else None for w, rows_left in empty.items()},
             )
         )
     block = Block(
@@ -134,6 +131,7 @@ def make_plan(
     windows: Sequence[int | None],
     key_rows: Callable[[Tensor, Tensor], Tensor],
     short_queries: int,
+    dtype: torch.dtype,
 ) -> Plan:
     """Plan causal attention for the last query_lengths[i] tokens of each sequence.
 
@@ -145,6 +143,7 @@ def make_plan(
         key_rows: (sequence [I], position [I, K]) -> [I * kv_heads * K] rows of the key-value storage, head before key.
         short_queries: a sequence of at most this many query tokens is cut into items of one 16-row step, which are
             batched with those of all other such sequences; a longer one is cut into items of RUN tokens.
+        dtype: that attention is computed in, float32 or bfloat16.
     Raises: ValueError if kv_heads does not divide heads, or a sequence is shorter than its query.
     """
     if heads % kv_heads:
@@ -152,7 +151,7 @@ def make_plan(
     short: list[_Item] = []
     long: list[_Item] = []
     group = heads // kv_heads
-    step = max(1, QUANTUM // group)
+    step = max(1, ROW_QUANTUM // group)
     token = 0
     for sequence, (queries, keys) in enumerate(zip(query_lengths, sequence_lengths, strict=True)):
         if not 0 <= queries <= keys:
@@ -171,26 +170,34 @@ def make_plan(
     groups = [(step, chunk) for chunk in _batches(short, step, heads, kv_heads)]
     by_size: dict[tuple[int, int], list[_Item]] = {}
     for item in long:
-        by_size.setdefault((_up(item.tokens, _width(item.tokens)), item.first_position), []).append(item)
+        by_size.setdefault((up(item.tokens, _width(item.tokens)), item.first_position), []).append(item)
     groups += [
         (size, chunk) for (size, _), items in by_size.items() for chunk in _batches(items, size, heads, kv_heads)
     ]
     blocks, output_rows, base = [], torch.empty(token * heads, dtype=torch.int64), 0
     for tokens, items in groups:
-        block, answers, rows = _block(items, tokens, heads, kv_heads, windows, key_rows)
+        block, answers, rows = _block(items, tokens, heads, kv_heads, windows, key_rows, dtype)
         output_rows[answers] = rows + base
         base += block.query_rows.shape[0]
         blocks.append(block)
-    return Plan(blocks=tuple(blocks), output_rows=output_rows, heads=heads, kv_heads=kv_heads)
+    return Plan(blocks=tuple(blocks), output_rows=output_rows, heads=heads, kv_heads=kv_heads, dtype=dtype)
 
 
 def _width(tokens: int) -> int:
     """Lengths are rounded up to this, so that sequences of similar length share a block at little waste."""
-    return max(QUANTUM, 1 << max(0, tokens.bit_length() - 4))
+    return max(ROW_QUANTUM, 1 << max(0, tokens.bit_length() - 4))
 
 
 def _batches(items: list[_Item], tokens: int, heads: int, kv_heads: int) -> list[list[_Item]]:
-    items = sorted(items, key=lambda item: -(item.first_position + item.tokens))
-    rows = kv_heads * _up(tokens * (heads // kv_heads), QUANTUM)
-    size = max(1, BLOCK_SCORES // (rows * TILE))
-    return [items[start : start + size] for start in range(0, len(items), size)]
+    """Runs of falling key count: at most BLOCK_SCORES scores each, no item padded to more than twice its keys."""
+    rows = kv_heads * up(tokens * (heads // kv_heads), ROW_QUANTUM)
+    batches: list[list[_Item]] = []
+    longest = 0
+    for item in sorted(items, key=lambda item: -(item.first_position + item.tokens)):
+        keys = item.first_position + item.tokens
+        full = batches and (len(batches[-1]) + 1) * rows * longest > BLOCK_SCORES
+        if not batches or full or longest > max(128, 2 * keys):
+            batches.append([])
+            longest = keys
+        batches[-1].append(item)
+    return batches

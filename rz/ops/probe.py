@@ -5,14 +5,23 @@ rows, columns or threads, or with the place in memory. Each check computes the s
 bits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
 from rz.ops.attention import WholeSequences, paged_attention, paged_plan, write_cache
-from rz.ops.attention_plan import QUANTUM, TILE
+from rz.ops.attention_kernel import (
+    KEY_QUANTUM,
+    ROW_QUANTUM,
+    SPLIT,
+    TILE,
+    additive,
+    compute_dtype,
+    fused,
+    masked_keys,
+)
 from rz.ops.linear import linear
 from rz.ops.logprobs import tempered_logprobs, token_logprobs
 from rz.ops.rms_norm import rms_norm
@@ -100,40 +109,45 @@ def _few_outputs(inputs: _Inputs) -> Cases:
             weight = inputs.weight(width, outputs)
             whole = linear(x, weight)
             yield f"{outputs} outputs, in another order", linear(x.flip(0), weight).flip(0), whole
-            for rows in (QUANTUM, 41, 128):
+            for rows in (ROW_QUANTUM, 41, 128):
                 case = f"{outputs} outputs, {rows} rows at a time"
                 yield case, torch.cat([linear(part, weight) for part in x.split(rows)]), whole
 
 
-def _batched_rows(inputs: _Inputs, head_dim: int) -> Cases:
-    queries, keys = (inputs.wide(3, TILE, head_dim) for _ in range(2))
-    whole = torch.bmm(queries, keys.transpose(1, 2))
-    for rows in range(QUANTUM, TILE, QUANTUM):
-        for start in (0, QUANTUM):
-            part = slice(start, min(start + rows, TILE))
-            got = torch.bmm(queries[:1, part].contiguous(), keys[:1].transpose(1, 2))
-            yield f"{rows} rows of one item", got[0], whole[0, part]
+def _fused_rows(inputs: _Inputs, head_dim: int) -> Cases:
+    """What each row of the attention kernel gives, output beside log-sum-exp, in calls of other rows and items."""
+    dtype, count = compute_dtype(inputs.dtype, head_dim), TILE
+    x = inputs.wide(3, count, 3, 3, head_dim).to(dtype).unbind(3)  # memory as the learner has it
+    q, k, v = (part.transpose(1, 2) for part in x)
+    answer = lambda *arguments, **more: torch.cat([part.float() for part in _columns(arguments, more)], -1)
+    mask = additive(masked_keys(torch.arange(count)[:, None], torch.arange(count), None), dtype)[None, None]
+    whole = answer(q, k, v, causal=True)
+    yield "causal and masked", answer(q, k, v, mask).flatten(0, 2), whole.flatten(0, 2)
+    for rows in range(ROW_QUANTUM, count, ROW_QUANTUM):
+        for start in sorted({0, ROW_QUANTUM, count - rows}):
+            part = slice(start, min(start + rows, count))
+            got = answer(*(y[1:2, 1:2].contiguous() for y in (q[:, :, part], k, v)), mask[:, :, part])
+            yield f"{rows} rows from {start} of one item", got[0, 0], whole[1, 1, part]
 
 
-def _key_columns(inputs: _Inputs, head_dim: int) -> Cases:
-    queries, keys = (inputs.wide(2, rows, head_dim) for rows in (QUANTUM, TILE))
-    whole = torch.bmm(queries, keys.transpose(1, 2))
-    for count in range(QUANTUM, TILE, QUANTUM):
-        got = torch.bmm(queries, keys[:, :count].contiguous().transpose(1, 2))
-        yield f"{count} of {TILE} keys", got.flatten(0, 1), whole[..., :count].flatten(0, 1)
+def _columns(arguments: Sequence[Tensor], more: Mapping[str, bool]) -> tuple[Tensor, Tensor]:
+    out, lse = fused(*arguments, **more)
+    return out, lse[..., None]
 
 
-def _trailing_keys(inputs: _Inputs, head_dim: int) -> Cases:
-    weights, values = inputs.wide(2, QUANTUM, TILE).exp(), inputs.wide(2, TILE, head_dim)
-    for count in range(QUANTUM, TILE, QUANTUM):
-        for live in (count, count - QUANTUM + 1):
-            padded = weights.masked_fill(torch.arange(TILE) >= live, 0)
-            short = padded[..., :count].contiguous()
-            case = f"{live} keys, padded to {count} and to {TILE}"
-            got, whole = torch.bmm(short, values[:, :count]), torch.bmm(padded, values)
-            yield f"product of {case}", got.flatten(0, 1), whole.flatten(0, 1)
-            got, whole = (x.flatten(0, 1) @ x.new_ones(x.shape[-1], QUANTUM) for x in (short, padded))
-            yield f"sum of {case}", got, whole
+def _fused_keys(inputs: _Inputs, head_dim: int) -> Cases:
+    """The same rows beside fewer or more keys that they do not see."""
+    dtype = compute_dtype(inputs.dtype, head_dim)
+    count = TILE if dtype == torch.float32 else 2 * SPLIT + 2 * TILE
+    q, k, v = (inputs.wide(2, 2, rows, head_dim).to(dtype) for rows in (ROW_QUANTUM, count, count))
+    for keys in range(KEY_QUANTUM, count, KEY_QUANTUM):
+        for live in (keys, keys - KEY_QUANTUM + 1):
+            mask = additive(torch.arange(count) >= live, dtype).expand(1, 1, ROW_QUANTUM, count)
+            both = torch.cat([k[:, :, :keys], v[:, :, :keys]], -1)  # memory as the cache has it
+            got = _columns((q, both[..., :head_dim], both[..., head_dim:], mask[..., :keys].contiguous()), {})
+            whole = _columns((q, k, v, mask.contiguous()), {})
+            for name, part, full in zip(("output", "log-sum-exp"), got, whole, strict=True):
+                yield f"{name} of {live} keys, padded to {keys} and to {count}", part.flatten(0, 2), full.flatten(0, 2)
 
 
 def _functions(inputs: _Inputs) -> Cases:
@@ -202,14 +216,16 @@ def _paged(
             heads=q.shape[1],
             kv_heads=k.shape[1],
             windows=(window,),
+            head_dim=q.shape[2],
+            dtype=q.dtype,
         )
         out[rows] = paged_attention(q[rows], cache, plan, window=window)
     return out
 
 
 def _attention(inputs: _Inputs, heads: int, kv_heads: int, head_dim: int) -> Cases:
-    lengths = (1, 9, 17, 40, 64, 129, 140)
-    q, k, v = (inputs.wide(sum(lengths), count, head_dim) for count in (heads, kv_heads, kv_heads))
+    lengths, dtype = (1, 9, 17, 40, 64, 129, 140), compute_dtype(inputs.dtype, head_dim)
+    q, k, v = (inputs.wide(sum(lengths), count, head_dim).to(dtype) for count in (heads, kv_heads, kv_heads))
     attend = lambda lengths, rows, window: WholeSequences(lengths).attend(0, q[rows], k[rows], v[rows], window=window)
     for window in (None, 40):
         whole = attend(lengths, slice(None), window)
@@ -279,9 +295,8 @@ def probe(
     checks: list[tuple[str, Cases]] = [
         *(("linear {} to {}".format(*shape), _linear(inputs, *shape)) for shape in shapes),
         ("linear with few outputs", _few_outputs(inputs)),
-        ("batched product, number of rows", _batched_rows(inputs, head_dim)),
-        ("batched product, number of keys", _key_columns(inputs, head_dim)),
-        ("trailing zero keys", _trailing_keys(inputs, head_dim)),
+        ("attention kernel, number of rows", _fused_rows(inputs, head_dim)),
+        ("attention kernel, number of keys", _fused_keys(inputs, head_dim)),
         ("elementwise functions", _functions(inputs)),
         *((f"log-softmax over {size}", _log_softmax(inputs, size)) for size in (20, 1000, 40000)),
         ("token logprobs", _token_logprobs(inputs)),

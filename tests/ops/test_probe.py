@@ -114,46 +114,37 @@ def test_softmax_that_treats_a_single_row_otherwise_fails(monkeypatch):
     assert failed() == [f"log-softmax over {size}" for size in (20, 1000, 40000)]
 
 
-def attention_fails(monkeypatch, name, broken):
-    monkeypatch.setattr(module("attention"), name, broken)
-    return [name for name in failed() if name != "number of threads"] == ["attention 4, 2, 32"]
-
-
-def test_attention_whose_sum_depends_on_the_padding_fails(monkeypatch):
-    attention = module("attention")
-
-    def broken(queries, keys, values, tile, window):
-        scores = attention._scores(queries, keys, tile, window)
-        top = scores.amax(-1, keepdim=True).clamp_(min=attention.LOWEST)
-        weights = scores.sub_(top).exp_()
-        out = torch.bmm(weights.flatten(0, 1), values)
-        total = sum(half.sum(-1, keepdim=True) for half in weights.chunk(2, -1))
-        return [top, total, out.view(*top.shape[:-1], -1)]
-
-    assert attention_fails(monkeypatch, "_partial", broken)
-
-
 def test_attention_that_differs_over_the_cache_fails(monkeypatch):
     sound = module("probe").paged_attention
     monkeypatch.setattr(module("probe"), "paged_attention", lambda *args, window: sound(*args, window=window) * 1.0001)
     assert failed() == ["attention 4, 2, 32"]
 
 
+def fused_that(factor):
+    """The attention kernel, its output times a factor of (queries, keys)."""
+    sound = module("attention_kernel").fused
+
+    def broken(queries, keys, values, mask=None, *, causal=False):
+        out, lse = sound(queries, keys, values, mask, causal=causal)
+        return out * factor(queries, keys), lse
+
+    return broken
+
+
 def test_attention_that_differs_for_few_queries_fails(monkeypatch):
-    sound = module("attention")._scores
-
-    def broken(queries, keys, tile, window):
-        scores = sound(queries, keys, tile, window)
-        return scores if queries.shape[2] > 16 else scores * (1 + 2**-20)
-
-    assert attention_fails(monkeypatch, "_scores", broken)
+    broken = fused_that(lambda queries, keys: 1 if queries.shape[2] > 16 else 1 + 2**-20)
+    monkeypatch.setattr(module("attention_kernel"), "fused", broken)
+    assert failed() == ["attention 4, 2, 32"]
+    monkeypatch.setattr(module("probe"), "fused", broken)
+    assert failed() == ["attention kernel, number of rows", "attention 4, 2, 32"]
 
 
-def test_products_of_keys_are_checked_by_themselves(monkeypatch):
-    sound = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b: sound(a, b) * (1 + a.shape[2] * 2**-22 + b.shape[2] * 2**-20))
-    names = failed()
-    assert "batched product, number of keys" in names and "trailing zero keys" in names
+def test_attention_that_depends_on_the_padded_keys_fails(monkeypatch):
+    broken = fused_that(lambda queries, keys: 1 + keys.shape[2] * 2**-22)
+    monkeypatch.setattr(module("attention_kernel"), "fused", broken)
+    assert failed() == ["attention 4, 2, 32"]
+    monkeypatch.setattr(module("probe"), "fused", broken)
+    assert failed() == ["attention kernel, number of keys", "attention 4, 2, 32"]
 
 
 def test_a_difference_is_described():

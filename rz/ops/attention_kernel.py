@@ -1,0 +1,114 @@
+"""torch's fused attention kernel for processors, called only in ways in which a row's bits are its own.
+
+In float32 its products keep their order up to TILE keys, so that longer sequences are cut into tiles, whose partial
+results are combined here in ascending order. In bfloat16 they do at any length, and the kernel itself combines runs
+of SPLIT keys. In both the numbers of rows and keys must be padded, and rz.ops.probe checks that this is enough.
+"""
+
+import torch
+from torch import Tensor
+
+TILE = 256  # keys of one call in float32
+SPLIT = 512  # keys that the kernel takes at once: where a call in bfloat16 may begin
+ROW_QUANTUM = 16  # rows are padded to a multiple of this
+KEY_QUANTUM = 32  # and keys to one of this: bfloat16 products sum pairs of 16
+LOWEST = -3.0e38  # stands for the log-sum-exp of no scores
+
+
+def up(value: int, quantum: int) -> int:
+    """The least multiple of quantum that is >= value."""
+    return -(-value // quantum) * quantum
+
+
+def compute_dtype(dtype: torch.dtype, width: int) -> torch.dtype:
+    """bfloat16 for bfloat16 heads of width [D] if the processor multiplies it natively and sums no odd rest; else
+    float32. A pure function of the machine: learner and engine take the same."""
+    narrow = dtype == torch.bfloat16 and width % KEY_QUANTUM == 0 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if narrow else torch.float32
+
+
+def fused(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention of all rows to all keys, scaled by D**-0.5.
+
+    Args:
+        queries: [I, H, R, D], keys and values: [I, H, K, D], same dtype; any strides but the last.
+        mask: [I or 1, 1, R, K] in that dtype, 0 or -inf, added to the scores.
+        causal: row i sees the keys up to i; then without mask.
+    Returns: [I, H, R, D] of memory [I, R, H, D], and the log-sum-exp [I, H, R] float32. A row that sees no key gives 0
+        and 0.
+    """
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries, keys, values, 0.0, causal, attn_mask=mask, scale=queries.shape[-1] ** -0.5
+    )
+
+
+def empty_state(queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries [I, H, R, D] that have seen no key yet."""
+    return torch.zeros_like(queries), torch.full_like(queries[..., 0], LOWEST)
+
+
+def add_tile(state: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], empty: Tensor | None) -> None:
+    """Combine float32 state, in place, with the result of fused for the same rows and later keys.
+
+    empty: bool, broadcast over [I, H, R]: rows that see none of these keys, to which nothing is added; None = none.
+    """
+    (out, lse), (more, more_lse) = state, new
+    if empty is not None:
+        more_lse = more_lse.masked_fill(empty, LOWEST)
+    top = torch.maximum(lse, more_lse)
+    keep, add = (lse - top).exp_(), (more_lse - top).exp_()
+    total = keep + add
+    out.mul_(keep.div_(total)[..., None]).add_(more * add.div_(total)[..., None])
+    lse.copy_(top.add_(total.log_()))
+
+
+def additive(masked: Tensor, dtype: torch.dtype) -> Tensor:
+    """masked bool, True = no attention -> -inf there, else 0."""
+    return torch.zeros(masked.shape, dtype=dtype).masked_fill_(masked, -torch.inf)
+
+
+def masked_keys(positions: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """positions [..., R, 1] of queries, keys [K] positions -> [..., R, K] bool, True = not seen."""
+    masked = keys > positions
+    return masked if window is None else masked.logical_or_(keys <= positions - window)
+
+
+def _part(
+    queries: Tensor, keys: Tensor, values: Tensor, position: int, first_key: int, window: int | None
+) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """Rows at positions from `position` on and keys from `first_key` on: the kernel's result and the rows it left."""
+    rows, count = queries.shape[2], keys.shape[2]
+    if window is None and position == first_key and rows == count:
+        return fused(queries, keys, values, causal=True), None
+    if window is None and position >= first_key + count - 1:
+        return fused(queries, keys, values), None
+    place = torch.arange(position, position + rows)[:, None]
+    masked = masked_keys(place, torch.arange(first_key, first_key + count), window)
+    empty = masked.all(-1)
+    return fused(queries, keys, values, additive(masked, queries.dtype)[None, None]), empty
+
+
+def causal_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, *, first: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of the rows at positions first, first + 1, ... to the keys at 0, 1, ... of their sequences.
+
+    Args:
+        queries: [I, H, R, D] float32 or bfloat16.  keys, values: [I, H, first + R, D]; both a multiple of KEY_QUANTUM.
+        window: None, or the number of latest keys seen, the own included.
+    Returns: [I, H, R, D] in the dtype of queries, and the log-sum-exp [I, H, R] float32.
+    """
+    count = keys.shape[2]
+    if count <= TILE or queries.dtype != torch.float32:
+        return _part(queries, keys, values, first, 0, window)[0]
+    state = empty_state(queries)
+    for start in range(0, count, TILE):
+        end = min(start + TILE, count)
+        for low, high in ((max(start, first), end), (max(end, first), count)):
+            if low < high:
+                rows = slice(low - first, high - first)
+                part = _part(queries[:, :, rows], keys[:, :, start:end], values[:, :, start:end], low, start, window)
+                add_tile(tuple(x[:, :, rows] for x in state), *part)
+    return state
