@@ -157,6 +157,8 @@ def _paged(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], last: int, w
             heads=q.shape[1],
             kv_heads=k.shape[1],
             windows=(window,),
+            head_dim=q.shape[2],
+            dtype=q.dtype,
         )
         attend = lambda x, plan=plan: paged_attention(x, cache, plan, window=window)
         out[rows] = _replayed(attend, q[rows]) if step == last and q.is_cuda else attend(q[rows])

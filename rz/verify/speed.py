@@ -67,6 +67,8 @@ def decode_speed(
         heads=count,
         kv_heads=kv_count,
         windows=(None,),
+        head_dim=width,
+        dtype=dtype,
     )
     q = torch.randn(sequences, count, width, dtype=dtype, device=device)
     other = torch.empty_like(cache)

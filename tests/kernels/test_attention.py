@@ -102,6 +102,8 @@ def paged(q: Tensor, k: Tensor, v: Tensor, chunks: list[list[int]], window: int 
             heads=q.shape[1],
             kv_heads=k.shape[1],
             windows=(window,),
+            head_dim=q.shape[2],
+            dtype=q.dtype,
         )
         out[rows] = paged_attention(q[rows], cache, plan, window=window)
     return out
