@@ -1,14 +1,16 @@
-"""torch's fused attention kernel for processors, called only in ways in which a row's bits are its own.
+"""Attention of rows to keys on processors, computed only in ways in which a row's bits are its own.
 
-In float32 its products keep their order up to TILE keys, so that longer sequences are cut into tiles, whose partial
-results are combined here in ascending order. In bfloat16 they do at any length, and the kernel itself combines runs
-of SPLIT keys. In both the numbers of rows and keys must be padded, and rz.ops.probe checks that this is enough.
+With AVX-512 torch's fused kernel computes it. In float32 its products keep their order up to TILE keys, so that longer
+sequences are cut into tiles, whose partial results are combined here in ascending order. In bfloat16 they do at any
+length, and the kernel itself combines runs of SPLIT keys. Other processors take batched products, of fewer keys a tile.
+In all of them the numbers of rows and keys must be padded, and rz.ops.probe checks that this is enough.
 """
 
 import torch
 from torch import Tensor
 
-TILE = 256  # keys of one call in float32
+FUSED = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY=avx2 takes the products instead
+TILE = 256 if FUSED else 128  # keys of one call in float32
 SPLIT = 512  # keys that the kernel takes at once: where a call in bfloat16 may begin
 ROW_QUANTUM = 16  # rows are padded to a multiple of this
 KEY_QUANTUM = 32  # and keys to one of this: bfloat16 products sum pairs of 16
@@ -23,8 +25,8 @@ def up(value: int, quantum: int) -> int:
 def compute_dtype(dtype: torch.dtype, width: int) -> torch.dtype:
     """bfloat16 for bfloat16 heads of width [D] if the processor multiplies it natively and sums no odd rest; else
     float32. A pure function of the machine: learner and engine take the same."""
-    narrow = dtype == torch.bfloat16 and width % KEY_QUANTUM == 0 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if narrow else torch.float32
+    whole = FUSED and width % KEY_QUANTUM == 0 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if dtype == torch.bfloat16 and whole else torch.float32
 
 
 def fused(
@@ -39,9 +41,33 @@ def fused(
     Returns: [I, H, R, D] of memory [I, R, H, D], and the log-sum-exp [I, H, R] float32. A row that sees no key gives 0
         and 0.
     """
+    if not FUSED:
+        return _products(queries, keys, values, _causal_mask(queries, keys) if causal else mask)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         queries, keys, values, 0.0, causal, attn_mask=mask, scale=queries.shape[-1] ** -0.5
     )
+
+
+def _causal_mask(queries: Tensor, keys: Tensor) -> Tensor:
+    places = torch.arange(queries.shape[2])[:, None]
+    return additive(masked_keys(places, torch.arange(keys.shape[2]), None), queries.dtype)[None, None]
+
+
+def _products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    items, heads, rows, width = queries.shape
+    queries, keys, values = (x.flatten(0, 1).contiguous() for x in (queries, keys, values))
+    scores = torch.bmm(queries * width**-0.5, keys.transpose(1, 2)).unflatten(0, (items, heads))
+    if mask is not None:
+        scores += mask
+    top = scores.amax(-1, keepdim=True).clamp_(min=LOWEST)
+    weights = scores.sub_(top).exp_().flatten(0, 1)
+    # A product with ones, not a sum over the last axis: the sum's order depends on how many keys are padded.
+    total = torch.mm(weights.flatten(0, 1), weights.new_ones(weights.shape[-1], ROW_QUANTUM))[:, :1].view_as(top)
+    none = total == 0
+    total = total.masked_fill_(none, 1)
+    out = torch.bmm(weights, values).view(items, heads, rows, -1) / total
+    lse = (top + total.log()).masked_fill_(none, 0)[..., 0]
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
 
 def empty_state(queries: Tensor) -> tuple[Tensor, Tensor]:
