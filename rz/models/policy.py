@@ -59,39 +59,50 @@ def pack(batch: TrainBatch, *, share: bool = True) -> Packed:
 
     The last token of a response predicts nothing and is left out.
     """
-    lengths = batch.prompt_lengths.tolist()
-    prompts = [tuple(ids[:count]) for ids, count in zip(batch.prompt_ids.tolist(), lengths, strict=True)]
-    keys = list(zip(batch.group_ids.tolist(), prompts, strict=True))
+    prompts = [ids[:count] for ids, count in zip(batch.prompt_ids, batch.prompt_lengths.tolist(), strict=True)]
+    keys = [
+        (group, tuple(prompt.tolist())) for group, prompt in zip(batch.group_ids.tolist(), prompts, strict=True)
+    ]
     members = Counter(keys)
-    tokens, positions, rows, targets = [], [], [], []
+    tokens: list[Tensor] = []
+    positions, rows = [], []  # runs, as arguments of arange
     sequences: list[tuple[int, int | None]] = []  # length, prefix
     shared: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # the sequence of a prompt, its last row
+    total = 0  # tokens packed so far
 
-    def append(ids: Sequence[int], first_position: int, prefix: int | None) -> None:
+    def append(ids: Sequence[Tensor], first_position: int, prefix: int | None) -> int:
+        """Pack one more sequence; returns the place after its last token."""
+        length = sum(map(len, ids))
         tokens.extend(ids)
-        positions.extend(range(first_position, first_position + len(ids)))
-        sequences.append((len(ids), prefix))
+        positions.append((first_position, first_position + length))
+        sequences.append((length, prefix))
+        return total + length
 
     for key, prompt, ids, kept in zip(keys, prompts, batch.response_ids, batch.mask, strict=True):
-        response = ids[kept].tolist()
-        targets += response
+        sampled = ids[kept]
+        response, count = sampled[:-1], len(sampled)
         if members[key] == 1 or not share:
-            start = len(tokens) + len(prompt) - 1
-            append((*prompt, *response[:-1]), 0, None)
-            rows += range(start, start + len(response))
+            total = append((prompt, response), 0, None)
+            rows.append((total - count, total) if count else (total, total))
             continue
         if key not in shared:
-            append(prompt, 0, None)
-            shared[key] = len(sequences) - 1, len(tokens) - 1
+            total = append((prompt,), 0, None)
+            shared[key] = len(sequences) - 1, total - 1
         sequence, last = shared[key]
-        if response:
-            rows += [last, *range(len(tokens), len(tokens) + len(response) - 1)]
-        if len(response) > 1:
-            append(response[:-1], len(prompt), sequence)
-    whole = [torch.tensor(values, dtype=torch.int64) for values in (tokens, positions, rows, targets)]
+        if count:
+            rows.append((last, last + 1))
+        if count > 1:
+            start, total = total, append((response,), len(prompt), sequence)
+            rows.append((start, total))
+    runs = lambda bounds: torch.cat([torch.arange(first, end) for first, end in bounds])
     lengths, prefixes = zip(*sequences, strict=True)
     return Packed(
-        tokens=whole[0], positions=whole[1], lengths=lengths, prefixes=prefixes, rows=whole[2], targets=whole[3]
+        tokens=torch.cat(tokens),
+        positions=runs(positions),
+        lengths=lengths,
+        prefixes=prefixes,
+        rows=runs(rows) if rows else torch.zeros(0, dtype=torch.int64),
+        targets=batch.response_ids[batch.mask],
     )
 
 

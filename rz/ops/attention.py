@@ -19,25 +19,19 @@ from rz.ops.function import apply
 
 def _attend_batch(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None, out: Tensor, lse: Tensor) -> None:
     """Fill the rows of out [N, H, D] and lse [N, H] that the batch answers."""
-    dtype, kv_heads, group = kernel.compute_dtype(q.dtype, q.shape[-1]), k.shape[1], q.shape[1] // k.shape[1]
+    dtype, group = kernel.compute_dtype(q.dtype, q.shape[-1]), q.shape[1] // k.shape[1]
     take = lambda x, tokens: x.index_select(0, tokens.flatten()).to(dtype).unflatten(0, tokens.shape)
-    keys, values = (take(x, batch.padded).transpose(1, 2) for x in (k, v))
-    queries = take(q, batch.padded[:, batch.first :]).unflatten(2, (kv_heads, group))
-    if batch.own is None:
-        rows = slice(int(batch.tokens[0, 0]), int(batch.tokens[0, 0]) + batch.tokens.numel())
-        places = [x[rows].unflatten(0, batch.tokens.shape) for x in (out, lse)]
-    else:
-        places = [x.new_empty(*batch.tokens[:, batch.first :].shape, *x.shape[1:]) for x in (out, lse)]
-    for member in range(group):  # the kernel knows no shared key-value heads
-        own = queries[:, :, :, member].transpose(1, 2)
-        parts = kernel.causal_attention(own, keys, values, first=batch.first, window=window)
-        for place, part in zip(places, parts, strict=True):
-            part = part.transpose(1, 2)[:, : place.shape[1]]
-            place.unflatten(2, (kv_heads, group))[:, :, :, member].copy_(part)
-    if batch.own is not None:
-        own = batch.own[:, batch.first :]
-        for x, place in zip((out, lse), places, strict=True):
-            x.index_copy_(0, batch.tokens[:, batch.first :][own], place[own])
+    keys, values = (kernel.each_head(take(x, batch.padded), group).transpose(1, 2) for x in (k, v))
+    queries = take(q, batch.padded[:, batch.first :]).transpose(1, 2)
+    parts = kernel.causal_attention(queries, keys, values, first=batch.first, window=window)
+    tokens = batch.tokens[:, batch.first :]
+    for x, part in zip((out, lse), parts, strict=True):
+        part = part.transpose(1, 2)[:, : tokens.shape[1]]
+        if batch.own is None:
+            x[int(tokens[0, 0]) :][: tokens.numel()].unflatten(0, tokens.shape).copy_(part)
+        else:
+            own = batch.own[:, batch.first :]
+            x.index_copy_(0, tokens[own], part[own].to(x.dtype))
 
 
 class _WholeAttention(torch.autograd.Function):

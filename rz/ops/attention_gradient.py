@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from rz.ops.attention_kernel import KEY_QUANTUM, up
+from rz.ops.attention_kernel import KEY_QUANTUM, each_head, up
 
 BATCH_TOKENS = 1024  # of padded sequences that are computed together
 
@@ -99,33 +99,30 @@ def attention_gradient(
         grad, q, out: [N, H, D].  k, v: [N, Hk, D].  lse: [N, H] float32, log-sum-exp of the scaled scores.
     Returns: tensors of the shapes and dtypes of q, k and v.
     """
-    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    group = q.shape[1] // k.shape[1]
     to_q = torch.empty(q.shape, dtype=torch.float32)
     to_k, to_v = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
     for batch in batches:
-        above, queries, outputs, logs, keys, values = (batch.take(x) for x in (grad, q, out, lse, k, v))
+        above, queries, outputs, logs = (batch.take(x) for x in (grad, q, out, lse))
         if batch.own is not None:
             above = above.masked_fill(~batch.own[..., None, None], 0)
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         mask = _window_mask(batch.tokens.shape[1], window)
-        of_q, of_k, of_v = torch.empty_like(queries), 0, 0
-        for member in range(group):  # the kernel knows no shared key-value heads
-            own = lambda x, member=member: x.unflatten(2, (kv_heads, group))[:, :, :, member].transpose(1, 2)
-            part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                own(above),
-                own(queries),
-                keys,
-                values,
-                own(outputs),
-                own(logs).contiguous(),
+        of_q, of_k, of_v = (
+            x.transpose(1, 2)
+            for x in torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                above.transpose(1, 2),
+                queries.transpose(1, 2),
+                *(each_head(batch.take(x), group).transpose(1, 2) for x in (k, v)),
+                outputs.transpose(1, 2),
+                logs.transpose(1, 2).contiguous(),
                 0.0,
                 mask is None,
                 attn_mask=mask,
                 scale=q.shape[-1] ** -0.5,
             )
-            own(of_q).copy_(part[0])
-            of_k, of_v = part[1] + of_k, part[2] + of_v
-        of_k, of_v = (x.transpose(1, 2) for x in (of_k, of_v))
+        )
+        if group > 1:
+            of_k, of_v = (x.unflatten(2, (-1, group)).sum(3) for x in (of_k, of_v))
         if batch.own is None:
             rows = slice(int(batch.tokens[0, 0]), int(batch.tokens[0, 0]) + batch.tokens.numel())
             to_q[rows], to_k[rows], to_v[rows] = (x.flatten(0, 1) for x in (of_q, of_k, of_v))

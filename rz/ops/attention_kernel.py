@@ -70,6 +70,11 @@ def _products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
 
+def each_head(x: Tensor, group: int) -> Tensor:
+    """Keys or values [I, L, Hk, D] -> [I, L, Hk * group, D]: the kernel knows no shared key-value heads."""
+    return x if group == 1 else x[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
+
+
 def empty_state(queries: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of queries [I, H, R, D] that have seen no key yet."""
     return torch.zeros_like(queries), torch.full_like(queries[..., 0], LOWEST)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-CHUNK_ELEMENTS = 1 << 16
+CHUNK_ELEMENTS = 1 << 18
 
 
 def row_chunks(rows: int, width: int) -> Iterator[slice]:

@@ -9,7 +9,7 @@ from rz.ops.chunks import row_chunks
 from rz.ops.function import apply
 from rz.ops.linear import linear
 
-CHUNK_ELEMENTS = 1 << 23  # logits held at once: rows of a chunk times vocabulary
+CHUNK_ELEMENTS = 1 << 24  # logits held at once: rows of a chunk times vocabulary
 
 
 def tempered_logprobs(logits: Tensor, *, temperature: float | Tensor) -> Tensor:
@@ -55,28 +55,33 @@ def _chunks(rows: int, vocabulary: int) -> list[slice]:
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        out = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-        for rows in _chunks(hidden.shape[0], head.shape[0]):
+    def forward(
+        hidden: Tensor, head: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logprobs, and the logits if they are all held at once."""
+        out, chunks = hidden.new_empty(hidden.shape[0], dtype=torch.float32), _chunks(hidden.shape[0], head.shape[0])
+        for rows in chunks:
             logits, of_rows, wanted = linear(hidden[rows], head), out[rows], targets[rows, None]
             for part in row_chunks(len(logits), head.shape[0]):
                 logprobs = tempered_logprobs(logits[part], temperature=temperature)
                 of_rows[part] = logprobs.gather(1, wanted[part])[:, 0]
-        return out
+        return out, logits if len(chunks) == 1 else None
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         hidden, head, targets, ctx.temperature = inputs
-        ctx.save_for_backward(hidden, head, targets)
+        ctx.save_for_backward(hidden, head, targets, output[1])
+        if output[1] is not None:
+            ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
-        hidden, head, targets = ctx.saved_tensors
+    def backward(ctx, grad: Tensor, _):
+        hidden, head, targets, kept = ctx.saved_tensors
         to_hidden, to_head = torch.empty_like(hidden), None
         for rows in _chunks(hidden.shape[0], head.shape[0]):
-            logits = linear(hidden[rows], head)
-            to_logits = logits.to(head.dtype)
+            logits = linear(hidden[rows], head) if kept is None else kept
+            to_logits = torch.empty_like(logits, dtype=head.dtype)
             gain, wanted = (grad[rows] / ctx.temperature)[:, None], targets[rows, None]
             for part in row_chunks(len(logits), head.shape[0]):
                 slope = torch.softmax(logits[part].float() / ctx.temperature, -1).mul_(-gain[part])
@@ -91,7 +96,7 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, *, temperature
     """The log-probability of one target token a row: row_logprobs(...)[i, targets[i]], bit for bit.
 
     Memory: logits exist for about CHUNK_ELEMENTS / V rows at a time (16 at least), in the forward and the backward,
-    which computes them again; nothing grows with N times V.
+    which computes them again if there are more; nothing grows with N times V.
 
     Args:
         hidden: [N, E] float.  head: [V, E], see `linear`.  targets: [N] int64 in [0, V).
@@ -109,4 +114,4 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, *, temperature
         from rz.ops import triton_logprobs
 
         return triton_logprobs.TokenLogprobs.apply(hidden, head, targets, float(temperature))
-    return apply(_TokenLogprobs, hidden, head, targets, float(temperature))
+    return apply(_TokenLogprobs, hidden, head, targets, float(temperature))[0]

@@ -40,7 +40,7 @@ class _RmsNorm(torch.autograd.Function):
             both = value * up
             to_weight.addmv_(both.t(), root[:, 0])
             pull = torch.mv(both, wide_weight)[:, None].mul_(root**3 / -width)
-            to_x[part] = torch.mul(up, wide_weight, out=both).mul_(root).addcmul_(value, pull)
+            torch.addcmul(torch.mul(up, wide_weight, out=both).mul_(root), value, pull, out=to_x[part])
         return to_x.view(x.shape), to_weight.to(weight.dtype), None
 
 

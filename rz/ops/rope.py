@@ -115,8 +115,8 @@ class _Rope(torch.autograd.Function):
         for part in row_chunks(len(x), x.shape[1] * x.shape[2]):
             first, second = x[part].float().split(half, -1)
             across, up = cos[part, None], sin[part, None]
-            out[part, :, :half] = (first * across).sub_(second * up)
-            out[part, :, half:] = (second * across).add_(first * up)
+            torch.sub(first * across, second * up, out=out[part, :, :half])
+            torch.add(second * across, first * up, out=out[part, :, half:])
         return out
 
     @staticmethod

@@ -19,7 +19,7 @@ class _SwiGlu(torch.autograd.Function):
             gate, up = (half.float() for half in rows[part].chunk(2, -1))
             # exp over contiguous memory: a strided half would end in a scalar tail with other bits.
             denominator = torch.neg(gate).contiguous().exp_().add_(1)
-            out[part] = torch.div(gate, denominator, out=denominator).mul_(up)
+            torch.mul(torch.div(gate, denominator, out=denominator), up, out=out[part])
         return out.view(*gate_up.shape[:-1], width)
 
     @staticmethod
