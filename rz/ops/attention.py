@@ -20,17 +20,16 @@ from rz.ops.function import apply
 def _attend_batch(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None, out: Tensor, lse: Tensor) -> None:
     """Fill the rows of out [N, H, D] and lse [N, H] that the batch answers."""
     dtype, group = kernel.compute_dtype(q.dtype, q.shape[-1]), q.shape[1] // k.shape[1]
-    take = lambda x, tokens: x.index_select(0, tokens.flatten()).to(dtype).unflatten(0, tokens.shape)
-    keys, values = (kernel.each_head(take(x, batch.padded), group).transpose(1, 2) for x in (k, v))
-    queries = take(q, batch.padded[:, batch.first :]).transpose(1, 2)
+    queries, keys, values = (batch.take(x, padded=True).to(dtype) for x in (q, k, v))
+    keys, values = (kernel.each_head(x, group).transpose(1, 2) for x in (keys, values))
+    queries = queries[:, batch.first :].transpose(1, 2)
     parts = kernel.causal_attention(queries, keys, values, first=batch.first, window=window)
-    tokens = batch.tokens[:, batch.first :]
+    tokens, own = batch.tokens[:, batch.first :], batch.own[:, batch.first :]
     for x, part in zip((out, lse), parts, strict=True):
         part = part.transpose(1, 2)[:, : tokens.shape[1]]
-        if batch.own is None:
-            x[int(tokens[0, 0]) :][: tokens.numel()].unflatten(0, tokens.shape).copy_(part)
+        if batch.rows is not None:
+            batch.take(x).copy_(part)
         else:
-            own = batch.own[:, batch.first :]
             x.index_copy_(0, tokens[own], part[own].to(x.dtype))
 
 

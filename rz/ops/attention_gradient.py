@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rz.ops.attention_kernel import KEY_QUANTUM, each_head, up
 
-BATCH_TOKENS = 1024  # of padded sequences that are computed together
+BATCH_TOKENS = 4096  # of padded sequences that are computed together
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -16,24 +16,26 @@ class Batch:
     """Whole sequences of similar length, padded to the longest: I sequences, L positions.
 
     tokens: [I, L] the row of each position's token; padding repeats a sequence's last.
-    own: [I, L] bool, True = a token whose query this sequence answers; neither padding nor a prefix. None = all are.
+    own: [I, L] bool, True = a token whose query this sequence answers; neither padding nor a prefix.
     live: [I, L] bool, False = padding.
     padded: [I, P] as tokens, where P is L padded to a multiple of KEY_QUANTUM.
     first: a multiple of KEY_QUANTUM; no token before this position is own.
+    rows: the tokens, if all are own and follow one another, else None.
     """
 
     tokens: Tensor
-    own: Tensor | None
+    own: Tensor
     live: Tensor
     padded: Tensor
     first: int
+    rows: slice | None
 
-    def take(self, x: Tensor) -> Tensor:
-        """x [N, ...] -> [I, L, ...] float32."""
-        if self.own is None:  # then tokens are consecutive
-            first = int(self.tokens[0, 0])
-            return x[first : first + self.tokens.numel()].float().unflatten(0, self.tokens.shape)
-        return x.index_select(0, self.tokens.flatten()).float().unflatten(0, self.tokens.shape)
+    def take(self, x: Tensor, *, padded: bool = False) -> Tensor:
+        """x [N, ...] -> [I, L, ...], or [I, P, ...] with the padding."""
+        tokens = self.padded if padded else self.tokens
+        if self.rows is not None and tokens.shape == self.tokens.shape:
+            return x[self.rows].unflatten(0, tokens.shape)
+        return x.index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
 
 
 def _grouped(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -63,14 +65,16 @@ def gradient_batches(lengths: Sequence[int], prefixes: Sequence[int | None]) -> 
         position, tokens = position[:, :longest], padded[:, :longest]
         live = position < prefix + own
         answered = live & (position >= prefix)
-        consecutive = torch.equal(tokens.flatten(), torch.arange(tokens.numel()) + tokens[0, 0])
+        begin, end = int(tokens[0, 0]), int(tokens[0, 0]) + tokens.numel()
+        consecutive = torch.equal(tokens.flatten(), torch.arange(begin, end))
         batches.append(
             Batch(
                 tokens=tokens,
-                own=None if consecutive and answered.all() else answered,
+                own=answered,
                 live=live,
                 padded=padded,
                 first=int(prefix.min()) // KEY_QUANTUM * KEY_QUANTUM,
+                rows=slice(begin, end) if consecutive and answered.all() else None,
             )
         )
     return tuple(batches)
@@ -103,8 +107,8 @@ def attention_gradient(
     to_q = torch.empty(q.shape, dtype=torch.float32)
     to_k, to_v = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
     for batch in batches:
-        above, queries, outputs, logs = (batch.take(x) for x in (grad, q, out, lse))
-        if batch.own is not None:
+        above, queries, outputs, logs = (batch.take(x).float() for x in (grad, q, out, lse))
+        if batch.rows is None:
             above = above.masked_fill(~batch.own[..., None, None], 0)
         mask = _window_mask(batch.tokens.shape[1], window)
         of_q, of_k, of_v = (
@@ -112,7 +116,7 @@ def attention_gradient(
             for x in torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 above.transpose(1, 2),
                 queries.transpose(1, 2),
-                *(each_head(batch.take(x), group).transpose(1, 2) for x in (k, v)),
+                *(each_head(batch.take(x).float(), group).transpose(1, 2) for x in (k, v)),
                 outputs.transpose(1, 2),
                 logs.transpose(1, 2).contiguous(),
                 0.0,
@@ -123,9 +127,9 @@ def attention_gradient(
         )
         if group > 1:
             of_k, of_v = (x.unflatten(2, (-1, group)).sum(3) for x in (of_k, of_v))
-        if batch.own is None:
-            rows = slice(int(batch.tokens[0, 0]), int(batch.tokens[0, 0]) + batch.tokens.numel())
-            to_q[rows], to_k[rows], to_v[rows] = (x.flatten(0, 1) for x in (of_q, of_k, of_v))
+        if batch.rows is not None:
+            for x, part in ((to_q, of_q), (to_k, of_k), (to_v, of_v)):
+                batch.take(x).copy_(part)
         else:
             to_q.index_copy_(0, batch.tokens[batch.own], of_q[batch.own])
             to_k.index_add_(0, batch.tokens[batch.live], of_k[batch.live])
