@@ -60,9 +60,7 @@ def pack(batch: TrainBatch, *, share: bool = True) -> Packed:
     The last token of a response predicts nothing and is left out.
     """
     prompts = [ids[:count] for ids, count in zip(batch.prompt_ids, batch.prompt_lengths.tolist(), strict=True)]
-    keys = [
-        (group, tuple(prompt.tolist())) for group, prompt in zip(batch.group_ids.tolist(), prompts, strict=True)
-    ]
+    keys = [(group, tuple(prompt.tolist())) for group, prompt in zip(batch.group_ids.tolist(), prompts, strict=True)]
     members = Counter(keys)
     tokens: list[Tensor] = []
     positions, rows = [], []  # runs, as arguments of arange

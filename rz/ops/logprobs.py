@@ -55,9 +55,7 @@ def _chunks(rows: int, vocabulary: int) -> list[slice]:
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        hidden: Tensor, head: Tensor, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
         """The logprobs, and the logits if they are all held at once."""
         out, chunks = hidden.new_empty(hidden.shape[0], dtype=torch.float32), _chunks(hidden.shape[0], head.shape[0])
         for rows in chunks:
