@@ -154,6 +154,7 @@ def paged_plan(
         key_rows=key_rows,
         short_queries=64,
         dtype=kernel.compute_dtype(dtype, head_dim),
+        row_quantum=kernel.row_quantum(head_dim),
     )
 
 

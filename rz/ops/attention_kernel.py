@@ -12,7 +12,6 @@ from torch import Tensor
 FUSED = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY=avx2 takes the products instead
 TILE = 256 if FUSED else 128  # keys of one call in float32
 SPLIT = 512  # keys that the kernel takes at once: where a call in bfloat16 may begin
-ROW_QUANTUM = 16  # rows are padded to a multiple of this
 KEY_QUANTUM = 32  # and keys to one of this: bfloat16 products sum pairs of 16
 LOWEST = -3.0e38  # stands for the log-sum-exp of no scores
 
@@ -29,6 +28,11 @@ def compute_dtype(dtype: torch.dtype, width: int) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 and whole else torch.float32
 
 
+def row_quantum(width: int) -> int:
+    """To a multiple of how many the rows of heads of width [D] are padded: products of fewer take another order."""
+    return 8 if FUSED and width <= 128 else 16
+
+
 def fused(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, *, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -36,7 +40,7 @@ def fused(
 
     Args:
         queries: [I, H, R, D], keys and values: [I, H, K, D], same dtype; any strides but the last.
-        mask: [I or 1, 1, R, K] in that dtype, 0 or -inf, added to the scores.
+        mask: [I or 1, 1, R or 1, K] in that dtype, 0 or -inf, added to the scores.
         causal: row i sees the keys up to i; then without mask.
     Returns: [I, H, R, D] of memory [I, R, H, D], and the log-sum-exp [I, H, R] float32. A row that sees no key gives 0
         and 0.
@@ -62,7 +66,7 @@ def _products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     top = scores.amax(-1, keepdim=True).clamp_(min=LOWEST)
     weights = scores.sub_(top).exp_().flatten(0, 1)
     # A product with ones, not a sum over the last axis: the sum's order depends on how many keys are padded.
-    total = torch.mm(weights.flatten(0, 1), weights.new_ones(weights.shape[-1], ROW_QUANTUM))[:, :1].view_as(top)
+    total = torch.mm(weights.flatten(0, 1), weights.new_ones(weights.shape[-1], 16))[:, :1].view_as(top)
     none = total == 0
     total = total.masked_fill_(none, 1)
     out = torch.bmm(weights, values).view(items, heads, rows, -1) / total

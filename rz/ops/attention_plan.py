@@ -1,8 +1,8 @@
 """Which query row meets which keys: index arithmetic shared by all layers of one forward pass.
 
 Queries are cut into items. An item is a run of consecutive tokens of one sequence, for one key-value head all of its
-query heads' rows together (token-major), padded to a multiple of 16 rows. Items of equal row count form a block and are
-computed together. Keys are cut into tiles from absolute position 0 as rz.ops.attention_kernel needs it.
+query heads' rows together (token-major), padded to a multiple of row_quantum. Items of equal row count form a block and
+are computed together. Keys are cut into tiles from absolute position 0 as rz.ops.attention_kernel needs it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +11,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from rz.ops.attention_kernel import KEY_QUANTUM, ROW_QUANTUM, SPLIT, TILE, additive, masked_keys, up
+from rz.ops.attention_kernel import KEY_QUANTUM, SPLIT, TILE, additive, masked_keys, up
 
 RUN = 128  # query tokens of an item at most
+LEAST_RUN = 16  # lengths are rounded up to this
 BLOCK_SCORES = 1 << 20  # scores of a block at most, over all its tiles
 
 
@@ -25,8 +26,9 @@ class Tile:
     first_row: int
     keys: int
     key_rows: Tensor  # [items * kv_heads * keys] rows of the key-value storage
-    masks: dict[int | None, Tensor | None]  # by window: [items, 1, rows, keys], 0 or -inf; None = 0 everywhere
-    empty: dict[int | None, Tensor | None]  # by window: [items, 1, rows] bool, rows without a key here; None = none
+    # By window; of all rows, or [.., 1, ..] for all rows alike:
+    masks: dict[int | None, Tensor | None]  # [items, 1, rows, keys], 0 or -inf; None = 0 everywhere
+    empty: dict[int | None, Tensor | None]  # [items, 1, rows] bool, rows without a key here; None = none
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -69,21 +71,21 @@ def _block(
     windows: Sequence[int | None],
     key_rows: Callable[[Tensor, Tensor], Tensor],
     dtype: torch.dtype,
+    row_quantum: int,
 ) -> tuple[Block, Tensor, Tensor]:
     """A block, and for its valid rows: the (token, head) row they answer and where they lie in the block."""
     group = heads // kv_heads
-    rows = up(tokens * group, ROW_QUANTUM)
-    count = torch.tensor([item.tokens for item in items])
-    first_token = torch.tensor([item.first_token for item in items])
-    first_position = torch.tensor([item.first_position for item in items])
-    sequence = torch.tensor([item.sequence for item in items])
+    rows = up(tokens * group, row_quantum)
+    count, first_token, first_position, sequence = torch.tensor(
+        [(item.tokens, item.first_token, item.first_position, item.sequence) for item in items]
+    ).unbind(1)
     row = torch.arange(rows)
     valid = row[None, :] < count[:, None] * group  # [I, R]
     offset = (row // group)[None, :].where(valid, 0)
-    positions = first_position[:, None] + offset
+    alone = int(count.max()) == 1  # then the rows of an item are at one position, and share a row of the mask
+    positions = first_position[:, None] + (offset[:, :1] if alone else offset)
     head = torch.arange(kv_heads)[None, :] * group + (row % group)[:, None]  # [R, Hk]
-    answers = (first_token[:, None] + offset)[:, :, None] * heads + head  # [I, R, Hk]
-    inside = valid[:, :, None].expand_as(answers)
+    answers = (first_token[:, None] + offset)[:, :, None] * heads + head  # [I, R, Hk]; padding repeats the first token
     last = first_position + count - 1
     tiles = []
     widest = None if None in windows else max(windows)
@@ -94,12 +96,13 @@ def _block(
     for start in range(begin, newest_key + 1, width):
         active = int((last >= start).sum())
         keys = min(width, up(newest_key + 1 - start, KEY_QUANTUM))
-        # Rows that lie before the tile's first key in every item are left out; at least ROW_QUANTUM rows are kept.
+        # Rows that lie before the tile's first key in every item are left out; at least row_quantum rows are kept.
         skipped = max(0, start - int(first_position[:active].max())) * group
-        first_row = min(skipped // ROW_QUANTUM * ROW_QUANTUM, rows - ROW_QUANTUM)
+        first_row = min(skipped // row_quantum * row_quantum, rows - row_quantum)
         key = torch.arange(start, start + keys)
         masked = {w: masked_keys(positions[:active, first_row:, None], key, w) for w in set(windows)}
-        empty = {w: mask.all(-1)[:, None] for w, mask in masked.items()}
+        several = start > begin or start + width <= newest_key  # of one tile nothing is combined
+        empty = {w: mask.all(-1)[:, None] if several else None for w, mask in masked.items()}
         # Past the end, or before the widest window, the storage may hold anything: read the last key, which is finite.
         newest = last[:active, None]
         read = key.where((key <= newest) & (key >= oldest[:active]), newest)
@@ -110,16 +113,14 @@ def _block(
                 keys=keys,
                 key_rows=key_rows(sequence[:active], read),
                 masks={w: additive(mask[:, None], dtype) if mask.any() else None for w, mask in masked.items()},
-                empty={w: rows_left if rows_left.any() else None for w, rows_left in empty.items()},
+                empty={w: None if left is None or not left.any() else left for w, left in empty.items()},
             )
         )
-    block = Block(
-        items=len(items),
-        rows=rows,
-        query_rows=answers.where(inside, 0).flatten(),
-        tiles=tuple(tiles),
-    )
-    return block, answers[inside], inside.flatten().nonzero()[:, 0]
+    block = Block(items=len(items), rows=rows, query_rows=answers.flatten(), tiles=tuple(tiles))
+    places = torch.arange(answers.numel()).view(answers.shape)
+    if alone:  # as below, without a search
+        return block, answers[:, :group].flatten(), places[:, :group].flatten()
+    return block, answers[valid].flatten(), places[valid].flatten()
 
 
 def make_plan(
@@ -132,6 +133,7 @@ def make_plan(
     key_rows: Callable[[Tensor, Tensor], Tensor],
     short_queries: int,
     dtype: torch.dtype,
+    row_quantum: int,
 ) -> Plan:
     """Plan causal attention for the last query_lengths[i] tokens of each sequence.
 
@@ -141,9 +143,10 @@ def make_plan(
         heads, kv_heads: H and Hk; Hk divides H.
         windows: the distinct sliding windows of the layers (None = all earlier tokens; w = the last w, own included).
         key_rows: (sequence [I], position [I, K]) -> [I * kv_heads * K] rows of the key-value storage, head before key.
-        short_queries: a sequence of at most this many query tokens is cut into items of one 16-row step, which are
-            batched with those of all other such sequences; a longer one is cut into items of RUN tokens.
+        short_queries: a sequence of at most this many query tokens is cut into items of row_quantum rows, batched with
+            those of all other such sequences; a longer one is cut into items of RUN tokens.
         dtype: that attention is computed in, float32 or bfloat16.
+        row_quantum: rows of an item are padded to a multiple of this.
     Raises: ValueError if kv_heads does not divide heads, or a sequence is shorter than its query.
     """
     if heads % kv_heads:
@@ -151,7 +154,7 @@ def make_plan(
     short: list[_Item] = []
     long: list[_Item] = []
     group = heads // kv_heads
-    step = max(1, ROW_QUANTUM // group)
+    step = max(1, row_quantum // group)
     token = 0
     for sequence, (queries, keys) in enumerate(zip(query_lengths, sequence_lengths, strict=True)):
         if not 0 <= queries <= keys:
@@ -176,7 +179,7 @@ def make_plan(
     ]
     blocks, output_rows, base = [], torch.empty(token * heads, dtype=torch.int64), 0
     for tokens, items in groups:
-        block, answers, rows = _block(items, tokens, heads, kv_heads, windows, key_rows, dtype)
+        block, answers, rows = _block(items, tokens, heads, kv_heads, windows, key_rows, dtype, row_quantum)
         output_rows[answers] = rows + base
         base += block.query_rows.shape[0]
         blocks.append(block)
@@ -185,12 +188,12 @@ def make_plan(
 
 def _width(tokens: int) -> int:
     """Lengths are rounded up to this, so that sequences of similar length share a block at little waste."""
-    return max(ROW_QUANTUM, 1 << max(0, tokens.bit_length() - 4))
+    return max(LEAST_RUN, 1 << max(0, tokens.bit_length() - 4))
 
 
 def _batches(items: list[_Item], tokens: int, heads: int, kv_heads: int) -> list[list[_Item]]:
     """Runs of falling key count: at most BLOCK_SCORES scores each, no item padded to more than twice its keys."""
-    rows = kv_heads * up(tokens * (heads // kv_heads), ROW_QUANTUM)
+    rows = kv_heads * tokens * (heads // kv_heads)
     batches: list[list[_Item]] = []
     longest = 0
     for item in sorted(items, key=lambda item: -(item.first_position + item.tokens)):

@@ -14,15 +14,15 @@ from torch import Tensor
 from rz.ops.attention import WholeSequences, paged_attention, paged_plan, write_cache
 from rz.ops.attention_kernel import (
     KEY_QUANTUM,
-    ROW_QUANTUM,
     SPLIT,
     TILE,
     additive,
     compute_dtype,
     fused,
     masked_keys,
+    row_quantum,
 )
-from rz.ops.linear import linear
+from rz.ops.linear import MIN_ROWS, linear
 from rz.ops.logprobs import tempered_logprobs, token_logprobs
 from rz.ops.rms_norm import rms_norm
 from rz.ops.rope import inverse_frequencies, rope, rope_tables
@@ -109,7 +109,7 @@ def _few_outputs(inputs: _Inputs) -> Cases:
             weight = inputs.weight(width, outputs)
             whole = linear(x, weight)
             yield f"{outputs} outputs, in another order", linear(x.flip(0), weight).flip(0), whole
-            for rows in (ROW_QUANTUM, 41, 128):
+            for rows in (MIN_ROWS, 41, 128):
                 case = f"{outputs} outputs, {rows} rows at a time"
                 yield case, torch.cat([linear(part, weight) for part in x.split(rows)]), whole
 
@@ -123,8 +123,9 @@ def _fused_rows(inputs: _Inputs, head_dim: int) -> Cases:
     mask = additive(masked_keys(torch.arange(count)[:, None], torch.arange(count), None), dtype)[None, None]
     whole = answer(q, k, v, causal=True)
     yield "causal and masked", answer(q, k, v, mask).flatten(0, 2), whole.flatten(0, 2)
-    for rows in range(ROW_QUANTUM, count, ROW_QUANTUM):
-        for start in sorted({0, ROW_QUANTUM, count - rows}):
+    quantum = row_quantum(head_dim)
+    for rows in range(quantum, count, quantum):
+        for start in sorted({0, quantum, count - rows}):
             part = slice(start, min(start + rows, count))
             got = answer(*(y[1:2, 1:2].contiguous() for y in (q[:, :, part], k, v)), mask[:, :, part])
             yield f"{rows} rows from {start} of one item", got[0, 0], whole[1, 1, part]
@@ -139,10 +140,10 @@ def _fused_keys(inputs: _Inputs, head_dim: int) -> Cases:
     """The same rows beside fewer or more keys that they do not see."""
     dtype = compute_dtype(inputs.dtype, head_dim)
     count = TILE if dtype == torch.float32 else 2 * SPLIT + 2 * TILE
-    q, k, v = (inputs.wide(2, 2, rows, head_dim).to(dtype) for rows in (ROW_QUANTUM, count, count))
+    q, k, v = (inputs.wide(2, 2, rows, head_dim).to(dtype) for rows in (row_quantum(head_dim), count, count))
     for keys in range(KEY_QUANTUM, count, KEY_QUANTUM):
         for live in (keys, keys - KEY_QUANTUM + 1):
-            mask = additive(torch.arange(count) >= live, dtype).expand(1, 1, ROW_QUANTUM, count)
+            mask = additive(torch.arange(count) >= live, dtype)[None, None, None]
             both = torch.cat([k[:, :, :keys], v[:, :, :keys]], -1)  # memory as the cache has it
             got = _columns((q, both[..., :head_dim], both[..., head_dim:], mask[..., :keys].contiguous()), {})
             whole = _columns((q, k, v, mask.contiguous()), {})

@@ -290,4 +290,5 @@ def test_errors_name_argument_rule_and_value():
             key_rows=lambda *_: None,
             short_queries=64,
             dtype=F32,
+            row_quantum=16,
         )
