@@ -156,7 +156,7 @@ class BenchLearnerCommand:
 class BenchAsyncCommand:
     """Updates per second of the synchronous and the asynchronous loops on heavy-tailed responses, by turns.
 
-    64 responses an update, lognormal length (mean 40, sigma 1, at most 512), 64 slots, on real vLLM.
+    64 responses an update, lognormal length (mean 40, sigma 1, at most 512), 64 slots, max_lag 64, on real vLLM.
 
     Args:
         model: checkpoint folder; without it a random Qwen3 of 2 layers x 128.
@@ -167,14 +167,14 @@ class BenchAsyncCommand:
     """
 
     model: Path | None = None
-    updates: int = 40
+    updates: int = 48
     rounds: int = 3
     audit_share: float = 0.1
     json: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if self.updates < 20:
-            raise ValueError(f"updates must be >= 20, got {self.updates}")
+        if self.updates < 30:
+            raise ValueError(f"updates must be >= 30, got {self.updates}")
         if self.rounds < 1:
             raise ValueError(f"rounds must be >= 1, got {self.rounds}")
         if not 0 <= self.audit_share <= 1:

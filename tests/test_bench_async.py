@@ -1,7 +1,8 @@
 from statistics import mean
 
-from rz.bench.asynchronous import LONGEST, PARTS, _worker, length
-from rz.bench.rollout import ask
+import pytest
+
+from rz.bench.asynchronous import LONGEST, PARTS, length, start_worker
 from rz.models.make import make_tiny
 
 
@@ -16,11 +17,20 @@ def test_lengths_are_heavy_tailed_and_a_function_of_the_seed():
 def test_a_round_that_ended_between_two_publishes_is_followed_by_another(tmp_path):
     make_tiny(tmp_path, vocab_size=64, layers=1, hidden_size=32, heads=2, kv_heads=1, head_dim=16)
     changes = {"engine": "plain", "publish_every": 2, "max_lag": 1, "group_size": 2, "groups_per_update": 1, "slots": 4}
-    worker = _worker(tmp_path, 11, 1.0, changes)
+    worker = start_worker(tmp_path, 11, 1.0, changes)
     try:
         for number in range(2):
-            seconds, steps, differing, *parts = (float(value) for value in ask(worker, number).split())
+            seconds, steps, differing, lag, largest, *parts = (float(value) for value in worker.ask(number).split())
             assert seconds > 0 and steps > 0 and differing == 0 and len(parts) == len(PARTS)
+            assert 0 < lag <= largest == 1
     finally:
-        worker.kill()
-        worker.communicate()
+        worker.close()
+
+
+def test_a_worker_that_dies_says_why(tmp_path):
+    worker = start_worker(tmp_path / "none", 11, 1.0, {"engine": "plain"})
+    try:
+        with pytest.raises(RuntimeError, match=r"worker must time round 0, got its end: (?s:.*)none"):
+            worker.ask(0)
+    finally:
+        worker.close()

@@ -4,7 +4,6 @@ import asyncio
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ import torch
 
 from rz.audit import online_audit
 from rz.batch import Prompt, Request, Rollout
-from rz.bench.rollout import ask
+from rz.bench.worker import Worker
 from rz.config import TrainConfig
 from rz.engine.interface import Engine
 from rz.loop import UpdateRecord, train
@@ -32,15 +31,16 @@ from rz.snapshot import Snapshot
 from rz.steps import PolicyState, adamw_init, update
 
 VOCABULARY, PROMPT_TOKENS, LONGEST, SIGMA, MEAN = 64, 8, 512, 1.0, 40.0
+FACTS = ("engine_steps", "differing_tokens", "lag_mean", "lag_max")
 PARTS = ("rollout", "update", "audit", "publish")  # of the seconds of an update, as they are shown
-SETTLE = 4  # updates at the start of a round that are not timed, and beside the lag bound at its end
+SETTLE = 4  # updates at the start of a round, and beside the drain at its end, that are not timed
+DRAIN = 16  # updates before the end in which no more prompts may be left: a response lives for no more
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"max_lag": 0},
     "turns": {},
-    "thread": {"overlap_steps": 16},
-    "process": {"overlap_steps": 16, "engine_process": True},
-    "process_2": {"overlap_steps": 16, "engine_process": True, "publish_every": 2},
-    "process_4": {"overlap_steps": 16, "engine_process": True, "publish_every": 4},
+    "thread": {"overlap_steps": 32},
+    "process": {"overlap_steps": 32, "engine_process": True},
+    "process_2": {"overlap_steps": 32, "engine_process": True, "publish_every": 2},
 }
 
 
@@ -82,13 +82,13 @@ class Random:
 def config_of(model: Path, settings: Mapping[str, Any]) -> TrainConfig:
     """The run of a mode: 64 responses an update, 64 slots."""
     common = dict(group_size=8, groups_per_update=8, slots=64, max_tokens=LONGEST, max_length=LONGEST + PROMPT_TOKENS)
-    common |= dict(model=model, task="arithmetic", out=model / "none", engine="vllm", max_lag=8)
+    common |= dict(model=model, task="arithmetic", out=model / "none", engine="vllm", max_lag=64)
     return TrainConfig(**(common | dict(settings)))
 
 
 def work(folder: str, updates: str, threads: str, audit_share: str, **settings: Any) -> None:
     """A worker process: for each line on standard input a round, and one line with its seconds an update, engine steps
-    an update, differing tokens, and seconds an update of each of PARTS."""
+    an update, differing tokens, mean and largest lag, and seconds an update of each of PARTS."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to standard error
     torch.set_num_threads(int(threads))
@@ -108,11 +108,11 @@ def work(folder: str, updates: str, threads: str, audit_share: str, **settings: 
     for _ in sys.stdin:
         if engine.version < state.version:  # the last round ended between two publishes
             engine.publish(state.params, state.version)
-        rows: list[tuple[float, ...]] = []  # of an update: moment, steps, differing tokens, seconds of each part
+        rows: list[tuple[float, ...]] = []  # of an update: moment, FACTS and PARTS
 
         def note(record: UpdateRecord, rows=rows) -> None:
-            parts = (record.seconds[part] for part in PARTS)
-            rows.append((time.perf_counter(), record.engine_steps, record.metrics["differing_tokens"], *parts))
+            facts = (record.metrics[fact] for fact in FACTS)
+            rows.append((time.perf_counter(), *facts, *(record.seconds[part] for part in PARTS)))
 
         state = asyncio.run(
             train(
@@ -131,10 +131,11 @@ def work(folder: str, updates: str, threads: str, audit_share: str, **settings: 
                 first_prompt=state.version * config.groups_per_update,
             )
         )
-        timed = rows[SETTLE : count - config.max_lag - SETTLE + 1]
+        timed = rows[SETTLE : count - min(config.max_lag, DRAIN) - SETTLE + 1]
         seconds = (timed[-1][0] - timed[0][0]) / (len(timed) - 1)
-        _, steps, _, *parts = (statistics.mean(column) for column in zip(*timed[1:], strict=True))
-        print(seconds, steps, sum(row[2] for row in rows), *parts, file=answer, flush=True)
+        _, steps, _, lag, _, *parts = (statistics.mean(column) for column in zip(*timed[1:], strict=True))
+        differing, largest = sum(row[2] for row in rows), max(row[4] for row in rows)
+        print(seconds, steps, differing, lag, largest, *parts, file=answer, flush=True)
 
 
 def bench_async(
@@ -143,24 +144,26 @@ def bench_async(
     """Updates per second of the loops, each in a process of its own, measured by turns after a round 0.
 
     All sample on real vLLM with rz's aligned model; 64 responses an update of lognormal length (mean 40, sigma 1, at
-    most 512), 64 slots, the same model, batch and number of cores. Start-up and the tail of each round are not timed.
+    most 512), 64 slots, the same model, batch and number of cores, and for the asynchronous loops max_lag 64. Start-up
+    and the tail of each round are not timed.
 
     Args:
         model: checkpoint folder; None: a random Qwen3 of 2 layers x 128.
-        updates: of each round, at least 20.
+        updates: of each round, at least 2 * SETTLE + DRAIN + 2.
     Returns: ratio (best asynchronous mode / sync, of the medians of updates per second), best, and for each mode the
-        median, lowest and highest updates per second, engine steps an update, and seconds of its parts.
+        median, lowest and highest updates per second, engine steps an update, mean and largest lag, and seconds of
+        its parts.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = model or Path(scratch) / "model"
         if model is None:
             make_tiny(folder, vocab_size=VOCABULARY, layers=2, hidden_size=128, heads=4, kv_heads=2, head_dim=32)
-        workers = {mode: _worker(folder, updates, audit_share, MODES[mode]) for mode in modes}
+        workers = {mode: start_worker(folder, updates, audit_share, MODES[mode]) for mode in modes}
         seconds: dict[str, list[list[float]]] = {mode: [] for mode in modes}
         try:
             for number in range(rounds + 1):
                 for mode, worker in workers.items():
-                    values = [float(value) for value in ask(worker, number).split()]
+                    values = [float(value) for value in worker.ask(number).split()]
                     print(
                         f"round {number} of {rounds}: {mode} {values[0]:.3f} s an update", file=sys.stderr, flush=True
                     )
@@ -168,8 +171,7 @@ def bench_async(
                         seconds[mode].append(values)
         finally:
             for worker in workers.values():
-                worker.kill()
-                worker.wait()
+                worker.close()
     result: dict[str, Any] = {}
     for mode, rows in seconds.items():
         speeds = [1 / row[0] for row in rows]
@@ -180,24 +182,17 @@ def bench_async(
             f"{mode}_max": max(speeds),
             f"{mode}_engine_steps": middle[1],
             f"{mode}_differing": sum(row[2] for row in rows),
-            **{f"{mode}_{part}_s": value for part, value in zip(PARTS, middle[3:], strict=True)},
+            f"{mode}_lag_mean": middle[3],
+            f"{mode}_lag_max": max(row[4] for row in rows),
+            **{f"{mode}_{part}_s": value for part, value in zip(PARTS, middle[5:], strict=True)},
         }
     speed = {mode: result[f"{mode}_updates_per_second"] for mode in modes}
     best = max((mode for mode in modes if mode != "sync"), key=speed.get)
     return {"ratio": speed[best] / speed["sync"], "best": best, **result, "updates": updates, "rounds": rounds}
 
 
-def _worker(folder: Path, updates: int, audit_share: float, settings: Mapping[str, Any]) -> subprocess.Popen:
-    process = settings.get("engine_process", False)
-    threads = 1 if process or settings.get("overlap_steps") else torch.get_num_threads()
-    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+def start_worker(folder: Path, updates: int, audit_share: float, settings: Mapping[str, Any]) -> Worker:
+    """Where rollout and learner run side by side, each has a thread; where they take turns, each has all."""
+    threads = 1 if settings.get("overlap_steps") else torch.get_num_threads()
     arguments = [str(folder), str(updates), str(threads), str(audit_share)]
-    code = f"import sys; from rz.bench.asynchronous import work; work(*sys.argv[1:], **{dict(settings)!r})"
-    return subprocess.Popen(
-        [sys.executable, "-c", f"if __name__ == '__main__':\n    {code}", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    )
+    return Worker("rz.bench.asynchronous", *arguments, settings=settings, threads=threads)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rz.batch import TrainBatch
-from rz.bench.rollout import ask, start_worker
+from rz.bench.worker import Worker
 from rz.config import DTYPES
 from rz.models.hf import load_config, load_params
 from rz.models.make import make_tiny
@@ -120,15 +120,14 @@ def work(kind: str, folder: str, dtype: str, sequences: str, length: str) -> Non
 
 def _case(folder: Path, dtype: str, sequences: int, length: int, rounds: int) -> dict[str, Any]:
     workers = {
-        kind: start_worker("rz.bench.learner", kind, str(folder), dtype, str(sequences), str(length))
-        for kind in LEARNERS
+        kind: Worker("rz.bench.learner", kind, str(folder), dtype, str(sequences), str(length)) for kind in LEARNERS
     }
     seconds, cpu_seconds = ({kind: [] for kind in LEARNERS} for _ in range(2))
     losses, memory = {}, {}
     try:
         for number in range(rounds + 2):  # 0 and 1 are warm-up
             for kind in LEARNERS if number % 2 else reversed(LEARNERS):
-                taken, busy, losses[kind], memory[kind] = map(float, ask(workers[kind], number).split())
+                taken, busy, losses[kind], memory[kind] = map(float, workers[kind].ask(number).split())
                 if number > 1:
                     seconds[kind].append(taken)
                     cpu_seconds[kind].append(busy)
@@ -136,8 +135,7 @@ def _case(folder: Path, dtype: str, sequences: int, length: int, rounds: int) ->
                 raise RuntimeError(f"losses of both must agree in round {number}, got {losses}")
     finally:
         for worker in workers.values():
-            worker.kill()
-            worker.wait()
+            worker.close()
     medians, cpu = (
         {kind: statistics.median(values) for kind, values in times.items()} for times in (seconds, cpu_seconds)
     )

@@ -2,7 +2,6 @@
 
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from rz.batch import Request
+from rz.bench.worker import Worker
 from rz.config import DTYPES
 from rz.models.hf import load_config, load_params
 
@@ -80,35 +80,6 @@ def work(kind: str, folder: str, dtype: str, sequences: str, prompt_tokens: str,
         print(time.perf_counter() - began, file=answer, flush=True)
 
 
-def start_worker(module: str, *arguments: str) -> subprocess.Popen:
-    """A process that runs module.work(*arguments) with as many threads as this one."""
-    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # stock vLLM would leave a core out
-    return subprocess.Popen(
-        [sys.executable, "-c", f"import sys; from {module} import work; work(*sys.argv[1:])", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    )
-
-
-def ask(worker: subprocess.Popen, number: int) -> str:
-    """Send a worker the number of a round; its one line of answer.
-
-    Raises: RuntimeError with the worker's last words if it died.
-    """
-    try:
-        print(number, file=worker.stdin, flush=True)
-        line = worker.stdout.readline()
-    except BrokenPipeError:
-        line = ""
-    if not line:
-        raise RuntimeError(f"worker must time round {number}, got its end: {worker.stderr.read()[-2000:]}")
-    return line
-
-
 def bench_rollout(
     folder: Path, *, dtype: str, sequences: int, prompt_tokens: int, response_tokens: int, rounds: int
 ) -> dict[str, Any]:
@@ -130,19 +101,18 @@ def bench_rollout(
             f"got {prompt_tokens + response_tokens}"
         )
     arguments = [str(folder), dtype, str(sequences), str(prompt_tokens), str(response_tokens)]
-    workers = {kind: start_worker("rz.bench.rollout", kind, *arguments) for kind in ENGINES}
+    workers = {kind: Worker("rz.bench.rollout", kind, *arguments) for kind in ENGINES}
     speeds: dict[str, list[float]] = {kind: [] for kind in ENGINES}
     try:
         for number in range(rounds + 1):
             for kind, worker in workers.items():
-                seconds = float(ask(worker, number))
+                seconds = float(worker.ask(number))
                 print(f"round {number} of {rounds}: {kind} {seconds:.2f} s", file=sys.stderr, flush=True)
                 if number:
                     speeds[kind].append(sequences * response_tokens / seconds)
     finally:
         for worker in workers.values():
-            worker.kill()
-            worker.wait()
+            worker.close()
     medians = {kind: statistics.median(values) for kind, values in speeds.items()}
     facts = {"dtype": dtype, "sequences": sequences, "prompt_tokens": prompt_tokens}
     facts |= {"response_tokens": response_tokens, "rounds": rounds}
