@@ -38,6 +38,7 @@ DRAIN = 16  # updates before the end in which no more prompts may be left: a res
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"max_lag": 0},
     "turns": {},
+    "turns_2": {"publish_every": 2},
     "thread": {"overlap_steps": 32},
     "process": {"overlap_steps": 32, "engine_process": True},
     "process_2": {"overlap_steps": 32, "engine_process": True, "publish_every": 2},

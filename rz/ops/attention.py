@@ -6,6 +6,7 @@ the same bits by prefill, chunked prefill, decode, recomputation and the learner
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -138,12 +139,12 @@ def paged_plan(
         from rz.ops import triton_attention
 
         return triton_attention.paged_plan(query_lengths, sequence_lengths, block_table, block_size=block_size)
-    table = block_table.long()
+    table = block_table.long().numpy()
 
-    def key_rows(sequence: Tensor, position: Tensor) -> Tensor:
-        block = table[sequence[:, None], position // block_size]
-        head = torch.arange(kv_heads)[None, :, None]
-        return ((block[:, None, :] * kv_heads + head) * block_size + (position % block_size)[:, None, :]).flatten()
+    def key_rows(sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
+        number, offset = np.divmod(position, block_size)
+        first = table[sequence[:, None], number] * (kv_heads * block_size) + offset
+        return (first[:, None] + np.arange(kv_heads)[:, None] * block_size).ravel()
 
     return make_plan(
         query_lengths,
@@ -173,7 +174,7 @@ def _attend_block(q: Tensor, cached: Tensor, block: Block, plan: Plan, window: i
             continue
         if state is None:
             state = kernel.empty_state(queries)
-        kernel.add_tile(tuple(x[: tile.items, :, tile.first_row :] for x in state), new, tile.empty[window])
+        kernel.add_tile(tuple(x[: tile.items, :, tile.first_row :] for x in state), new, tile.empty.get(window))
     return state[0].transpose(1, 2).reshape(-1, width)
 
 

@@ -6,6 +6,8 @@ length, and the kernel itself combines runs of SPLIT keys. Other processors take
 In all of them the numbers of rows and keys must be padded, and rz.ops.probe checks that this is enough.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -104,10 +106,10 @@ def additive(masked: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(masked.shape, dtype=dtype).masked_fill_(masked, -torch.inf)
 
 
-def masked_keys(positions: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """positions [..., R, 1] of queries, keys [K] positions -> [..., R, K] bool, True = not seen."""
+def masked_keys(positions: Any, keys: Any, window: int | None) -> Any:
+    """positions [..., R, 1] of queries, keys [K] positions, tensors or arrays -> [..., R, K] bool, True = not seen."""
     masked = keys > positions
-    return masked if window is None else masked.logical_or_(keys <= positions - window)
+    return masked if window is None else masked | (keys <= positions - window)
 
 
 def _part(

@@ -6,8 +6,10 @@ are computed together. Keys are cut into tiles from absolute position 0 as rz.op
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from rz.ops.attention_kernel import KEY_QUANTUM, SPLIT, TILE, additive, masked_k
 RUN = 128  # query tokens of an item at most
 LEAST_RUN = 16  # lengths are rounded up to this
 BLOCK_SCORES = 1 << 20  # scores of a block at most, over all its tiles
+
+KeyRows = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -28,7 +32,7 @@ class Tile:
     key_rows: Tensor  # [items * kv_heads * keys] rows of the key-value storage
     # By window; of all rows, or [.., 1, ..] for all rows alike:
     masks: dict[int | None, Tensor | None]  # [items, 1, rows, keys], 0 or -inf; None = 0 everywhere
-    empty: dict[int | None, Tensor | None]  # [items, 1, rows] bool, rows without a key here; None = none
+    empty: dict[int | None, Tensor]  # [items, 1, rows] bool, rows without a key here, if there are any
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -55,8 +59,7 @@ class Plan:
     dtype: torch.dtype  # that attention is computed in
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Item:
+class _Item(NamedTuple):
     sequence: int
     first_token: int  # row of its first query among the N
     first_position: int
@@ -69,27 +72,25 @@ def _block(
     heads: int,
     kv_heads: int,
     windows: Sequence[int | None],
-    key_rows: Callable[[Tensor, Tensor], Tensor],
+    key_rows: KeyRows,
     dtype: torch.dtype,
     row_quantum: int,
-) -> tuple[Block, Tensor, Tensor]:
+) -> tuple[Block, np.ndarray, np.ndarray]:
     """A block, and for its valid rows: the (token, head) row they answer and where they lie in the block."""
     group = heads // kv_heads
     rows = up(tokens * group, row_quantum)
-    count, first_token, first_position, sequence = torch.tensor(
-        [(item.tokens, item.first_token, item.first_position, item.sequence) for item in items]
-    ).unbind(1)
-    row = torch.arange(rows)
-    valid = row[None, :] < count[:, None] * group  # [I, R]
-    offset = (row // group)[None, :].where(valid, 0)
+    sequence, first_token, first_position, count = np.array(items).T
+    row = np.arange(rows)
+    valid = row < count[:, None] * group  # [I, R]
+    offset = np.where(valid, row // group, 0)
     alone = int(count.max()) == 1  # then the rows of an item are at one position, and share a row of the mask
     positions = first_position[:, None] + (offset[:, :1] if alone else offset)
-    head = torch.arange(kv_heads)[None, :] * group + (row % group)[:, None]  # [R, Hk]
+    head = np.arange(kv_heads) * group + (row % group)[:, None]  # [R, Hk]
     answers = (first_token[:, None] + offset)[:, :, None] * heads + head  # [I, R, Hk]; padding repeats the first token
     last = first_position + count - 1
     tiles = []
     widest = None if None in windows else max(windows)
-    oldest = (torch.zeros_like(last) if widest is None else first_position - widest + 1)[:, None]
+    oldest = (np.zeros_like(last) if widest is None else first_position - widest + 1)[:, None]
     newest_key, quantum = int(last[0]), TILE if dtype == torch.float32 else SPLIT
     begin = max(0, int(oldest.min())) // quantum * quantum
     width = TILE if dtype == torch.float32 else up(newest_key + 1 - begin, KEY_QUANTUM)
@@ -99,28 +100,28 @@ def _block(
         # Rows that lie before the tile's first key in every item are left out; at least row_quantum rows are kept.
         skipped = max(0, start - int(first_position[:active].max())) * group
         first_row = min(skipped // row_quantum * row_quantum, rows - row_quantum)
-        key = torch.arange(start, start + keys)
-        masked = {w: masked_keys(positions[:active, first_row:, None], key, w) for w in set(windows)}
+        key = np.arange(start, start + keys)
+        masked = {w: masked_keys(positions[:active, first_row:, None], key, w)[:, None] for w in set(windows)}
         several = start > begin or start + width <= newest_key  # of one tile nothing is combined
-        empty = {w: mask.all(-1)[:, None] if several else None for w, mask in masked.items()}
+        empty = {w: mask.all(-1) for w, mask in masked.items()} if several else {}
         # Past the end, or before the widest window, the storage may hold anything: read the last key, which is finite.
         newest = last[:active, None]
-        read = key.where((key <= newest) & (key >= oldest[:active]), newest)
+        read = np.where((key <= newest) & (key >= oldest[:active]), key, newest)
         tiles.append(
             Tile(
                 items=active,
                 first_row=first_row,
                 keys=keys,
-                key_rows=key_rows(sequence[:active], read),
-                masks={w: additive(mask[:, None], dtype) if mask.any() else None for w, mask in masked.items()},
-                empty={w: None if left is None or not left.any() else left for w, left in empty.items()},
+                key_rows=torch.from_numpy(key_rows(sequence[:active], read)),
+                masks={w: additive(torch.from_numpy(m), dtype) if m.any() else None for w, m in masked.items()},
+                empty={w: torch.from_numpy(left) for w, left in empty.items() if left.any()},
             )
         )
-    block = Block(items=len(items), rows=rows, query_rows=answers.flatten(), tiles=tuple(tiles))
-    places = torch.arange(answers.numel()).view(answers.shape)
+    block = Block(items=len(items), rows=rows, query_rows=torch.from_numpy(answers.ravel()), tiles=tuple(tiles))
+    places = np.arange(answers.size).reshape(answers.shape)
     if alone:  # as below, without a search
-        return block, answers[:, :group].flatten(), places[:, :group].flatten()
-    return block, answers[valid].flatten(), places[valid].flatten()
+        return block, answers[:, :group].ravel(), places[:, :group].ravel()
+    return block, answers[valid].ravel(), places[valid].ravel()
 
 
 def make_plan(
@@ -130,7 +131,7 @@ def make_plan(
     heads: int,
     kv_heads: int,
     windows: Sequence[int | None],
-    key_rows: Callable[[Tensor, Tensor], Tensor],
+    key_rows: KeyRows,
     short_queries: int,
     dtype: torch.dtype,
     row_quantum: int,
@@ -177,13 +178,15 @@ def make_plan(
     groups += [
         (size, chunk) for (size, _), items in by_size.items() for chunk in _batches(items, size, heads, kv_heads)
     ]
-    blocks, output_rows, base = [], torch.empty(token * heads, dtype=torch.int64), 0
+    blocks, output_rows, base = [], np.empty(token * heads, dtype=np.int64), 0
     for tokens, items in groups:
         block, answers, rows = _block(items, tokens, heads, kv_heads, windows, key_rows, dtype, row_quantum)
         output_rows[answers] = rows + base
-        base += block.query_rows.shape[0]
+        base += len(block.query_rows)
         blocks.append(block)
-    return Plan(blocks=tuple(blocks), output_rows=output_rows, heads=heads, kv_heads=kv_heads, dtype=dtype)
+    return Plan(
+        blocks=tuple(blocks), output_rows=torch.from_numpy(output_rows), heads=heads, kv_heads=kv_heads, dtype=dtype
+    )
 
 
 def _width(tokens: int) -> int:

@@ -1,0 +1,57 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from alignment import normal
+from torch.testing import assert_close
+
+from rz.ops import attention_kernel as kernel
+
+ITEMS, HEADS, ROWS, KEYS, WIDTH = 2, 3, 32, 64, 16
+
+
+def exact(q, k, v, masked):
+    """Output and log-sum-exp in float64; 0 and 0 for a row without keys."""
+    scores = (q.double() @ k.double().transpose(2, 3) * WIDTH**-0.5).masked_fill(masked, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = (scores - lse[..., None]).exp().masked_fill(masked.all(-1)[..., None], 0)
+    return (weights @ v.double()).float(), lse.masked_fill(masked.all(-1), 0).float()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", ["whole", "causal", "masked", "one mask row"])
+def test_both_ways_against_float64(monkeypatch, fused, kind):
+    if fused and not kernel.FUSED:
+        pytest.skip("a processor without AVX-512")
+    monkeypatch.setattr(kernel, "FUSED", fused)
+    q, k, v = (normal(ITEMS, rows, HEADS, WIDTH, seed=rows).transpose(1, 2) for rows in (ROWS, KEYS, KEYS + 1))
+    v = v[:, :, :KEYS]
+    masked = torch.zeros(ITEMS, 1, ROWS, KEYS, dtype=torch.bool)
+    mask = None
+    if kind == "causal":
+        masked = masked | torch.ones(ROWS, KEYS, dtype=torch.bool).triu(1)
+    elif kind != "whole":
+        masked = torch.rand(ITEMS, 1, 1 if "one" in kind else ROWS, KEYS, generator=torch.manual_seed(0)) < 0.5
+        masked[1, :, :3] = True  # rows without keys
+        mask = kernel.additive(masked, torch.float32)
+    got = kernel.fused(q, k, v, mask, causal=kind == "causal")
+    for value, want in zip(got, exact(q, k, v, masked.expand(ITEMS, 1, ROWS, KEYS)), strict=True):
+        assert_close(value, want, rtol=1e-5, atol=1e-5)
+
+
+def test_processors_without_avx512_are_aligned_too():
+    code = """
+import torch
+from rz.ops import attention_kernel
+from rz.ops.probe import probe
+assert not attention_kernel.FUSED and attention_kernel.TILE == 128
+for dtype in (torch.float32, torch.bfloat16):
+    for heads in ((4, 2, 32), (14, 2, 80), (3, 3, 256)):
+        for result in probe(dtype, attention=heads):
+            assert result.passed or "attention" not in result.name, (dtype, heads, result)
+"""
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
