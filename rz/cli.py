@@ -231,11 +231,11 @@ def _bench_learner(command: BenchLearnerCommand) -> int:
 
 
 def _bench_async(command: BenchAsyncCommand) -> int:
-    from rz.bench.asynchronous import MODES, bench_async
+    from rz.bench.asynchronous import bench_async
 
     settings = attrs.asdict(command)
     as_json = settings.pop("json")
-    values = bench_async(**settings, modes=tuple(MODES))
+    values = bench_async(**settings)
     _print(values, as_json, "rz bench async")
     return 1 if any(value for name, value in values.items() if name.endswith("_differing")) else 0
 

@@ -156,25 +156,37 @@ class BenchLearnerCommand:
 class BenchAsyncCommand:
     """Updates per second of the synchronous and the asynchronous loops on heavy-tailed responses, by turns.
 
-    64 responses an update, lognormal length (mean 40, sigma 1, at most 512), 64 slots, max_lag 64, on real vLLM.
+    64 responses an update, of lognormal length with mean 40, 64 slots, max_lag 64, on real vLLM.
 
     Args:
         model: checkpoint folder; without it a random Qwen3 of 2 layers x 128.
         updates: of a round.
         rounds: measurements of each; medians are compared.
+        modes: loops to compare, sync among them: turns, thread, process, and with _2 publishing every two updates.
         audit_share: part of the responses that is replayed.
+        sigma: of the logarithm of a length; with 1 the median is 24.
+        longest: tokens at which a response is cut.
         json: print one JSON object.
     """
 
     model: Path | None = None
     updates: int = 48
     rounds: int = 3
+    modes: tuple[Literal["sync", "turns", "turns_2", "thread", "process", "process_2"], ...] = (
+        "sync", "turns", "turns_2", "thread", "process", "process_2",
+    )  # fmt: skip
     audit_share: float = 0.1
+    sigma: float = 1.0
+    longest: int = 512
     json: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if self.updates < 30:
-            raise ValueError(f"updates must be >= 30, got {self.updates}")
+        if self.longest < 1:
+            raise ValueError(f"longest must be >= 1, got {self.longest}")
+        if not 0 <= self.sigma < 10:
+            raise ValueError(f"sigma must be in [0, 10), got {self.sigma}")
+        if "sync" not in self.modes or len(set(self.modes)) != len(self.modes) or len(self.modes) < 2:
+            raise ValueError(f"modes must be sync and others, each once, got {' '.join(self.modes)}")
         if self.rounds < 1:
             raise ValueError(f"rounds must be >= 1, got {self.rounds}")
         if not 0 <= self.audit_share <= 1:

@@ -30,11 +30,11 @@ from rz.setup import open_engine
 from rz.snapshot import Snapshot
 from rz.steps import PolicyState, adamw_init, update
 
-VOCABULARY, PROMPT_TOKENS, LONGEST, SIGMA, MEAN = 64, 8, 512, 1.0, 40.0
+VOCABULARY, PROMPT_TOKENS, MEAN = 64, 8, 40.0
 FACTS = ("engine_steps", "differing_tokens", "lag_mean", "lag_max")
 PARTS = ("rollout", "update", "audit", "publish")  # of the seconds of an update, as they are shown
 SETTLE = 4  # updates at the start of a round, and beside the drain at its end, that are not timed
-DRAIN = 16  # updates before the end in which no more prompts may be left: a response lives for no more
+DRAIN_TOKENS = 32  # a response gains at least as many during an update, so it is done so many updates later
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"max_lag": 0},
     "turns": {},
@@ -45,11 +45,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def length(seed: int) -> int:
-    """Tokens of the response with this seed: lognormal, mean 40 and sigma 1 (median 24, one in a hundred above 248),
-    at most 512."""
+def length(seed: int, *, sigma: float, longest: int) -> int:
+    """Tokens of the response with this seed: lognormal of mean 40, cut at longest. With sigma 1 the median is 24, and
+    one in a hundred is above 248."""
     quantile = NormalDist().inv_cdf((seed % 2**32 + 0.5) / 2**32)
-    return max(1, min(LONGEST, round(MEAN * math.exp(SIGMA * quantile - SIGMA**2 / 2))))
+    return max(1, min(longest, round(MEAN * math.exp(sigma * quantile - sigma**2 / 2))))
 
 
 @attrs.define(eq=False)
@@ -57,9 +57,12 @@ class OfLength:
     """An engine whose responses end after length(seed) tokens, since a random model has no lengths of its own."""
 
     inner: Engine
+    sigma: float
+    longest: int
 
     def submit(self, request: Request, sampled: Rollout | None = None) -> None:
-        self.inner.submit(attrs.evolve(request, max_tokens=length(request.seed)), sampled)
+        tokens = length(request.seed, sigma=self.sigma, longest=self.longest)
+        self.inner.submit(attrs.evolve(request, max_tokens=tokens), sampled)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -80,26 +83,26 @@ class Random:
         return sum(response_ids) % 11 / 10
 
 
-def config_of(model: Path, settings: Mapping[str, Any]) -> TrainConfig:
+def config_of(model: Path, longest: int, settings: Mapping[str, Any]) -> TrainConfig:
     """The run of a mode: 64 responses an update, 64 slots."""
-    common = dict(group_size=8, groups_per_update=8, slots=64, max_tokens=LONGEST, max_length=LONGEST + PROMPT_TOKENS)
+    common = dict(group_size=8, groups_per_update=8, slots=64, max_tokens=longest, max_length=longest + PROMPT_TOKENS)
     common |= dict(model=model, task="arithmetic", out=model / "none", engine="vllm", max_lag=64)
     return TrainConfig(**(common | dict(settings)))
 
 
-def work(folder: str, updates: str, threads: str, audit_share: str, **settings: Any) -> None:
+def work(folder: str, updates: str, threads: str, audit_share: str, sigma: str, longest: str, **settings: Any) -> None:
     """A worker process: for each line on standard input a round, and one line with its seconds an update, engine steps
     an update, differing tokens, mean and largest lag, and seconds an update of each of PARTS."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to standard error
     torch.set_num_threads(int(threads))
     count, share = int(updates), float(audit_share)
-    config = config_of(Path(folder), {**settings, "updates": count, "audit_share": share})
+    config = config_of(Path(folder), int(longest), {**settings, "updates": count, "audit_share": share})
     model = load_config(config.model)
     params = load_params(config.model, model)
     state = PolicyState(params=params, optimizer=adamw_init(params), version=0)
     first = Snapshot(plan=start(config.schedule), state=state, history=(params,), responses=())
-    engine = OfLength(open_engine(config, model, first))
+    engine = OfLength(open_engine(config, model, first), float(sigma), int(longest))
     learn = partial(
         update,
         logprobs_fn=lambda params, batch: response_logprobs(params, model, batch, dtype=config.torch_dtype),
@@ -122,7 +125,7 @@ def work(folder: str, updates: str, threads: str, audit_share: str, **settings: 
                 task=Random(),
                 settings=config.schedule,
                 run_seed=0,
-                max_tokens=LONGEST,
+                max_tokens=config.max_tokens,
                 temperature=1.0,
                 update=learn,
                 audit=audit,
@@ -132,7 +135,7 @@ def work(folder: str, updates: str, threads: str, audit_share: str, **settings: 
                 first_prompt=state.version * config.groups_per_update,
             )
         )
-        timed = rows[SETTLE : count - min(config.max_lag, DRAIN) - SETTLE + 1]
+        timed = rows[SETTLE : count - min(config.max_lag, config.max_tokens // DRAIN_TOKENS) - SETTLE + 1]
         seconds = (timed[-1][0] - timed[0][0]) / (len(timed) - 1)
         _, steps, _, lag, _, *parts = (statistics.mean(column) for column in zip(*timed[1:], strict=True))
         differing, largest = sum(row[2] for row in rows), max(row[4] for row in rows)
@@ -140,26 +143,38 @@ def work(folder: str, updates: str, threads: str, audit_share: str, **settings: 
 
 
 def bench_async(
-    *, model: Path | None, updates: int, rounds: int, modes: tuple[str, ...], audit_share: float
+    *,
+    model: Path | None,
+    updates: int,
+    rounds: int,
+    modes: tuple[str, ...],
+    audit_share: float,
+    sigma: float,
+    longest: int,
 ) -> dict[str, Any]:
     """Updates per second of the loops, each in a process of its own, measured by turns after a round 0.
 
-    All sample on real vLLM with rz's aligned model; 64 responses an update of lognormal length (mean 40, sigma 1, at
-    most 512), 64 slots, the same model, batch and number of cores, and for the asynchronous loops max_lag 64. Start-up
-    and the tail of each round are not timed.
+    All sample on real vLLM with rz's aligned model; 64 responses an update of lognormal length (mean 40 before the
+    longest are cut), 64 slots, the same model, batch and number of cores, and for the asynchronous loops max_lag 64.
+    Start-up and the tail of each round are not timed.
 
     Args:
         model: checkpoint folder; None: a random Qwen3 of 2 layers x 128.
-        updates: of each round, at least 2 * SETTLE + DRAIN + 2.
+        updates: of each round.
+        sigma: of the logarithm of the lengths.  longest: tokens.
     Returns: ratio (best asynchronous mode / sync, of the medians of updates per second), best, and for each mode the
         median, lowest and highest updates per second, engine steps an update, mean and largest lag, and seconds of
         its parts.
+    Raises: ValueError if no update of a round could be timed; RuntimeError with a worker's last words if one dies.
     """
+    if updates < (least := 2 * SETTLE + longest // DRAIN_TOKENS + 2):
+        raise ValueError(f"updates must be >= {least} for responses of up to {longest} tokens, got {updates}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = model or Path(scratch) / "model"
         if model is None:
             make_tiny(folder, vocab_size=VOCABULARY, layers=2, hidden_size=128, heads=4, kv_heads=2, head_dim=32)
-        workers = {mode: start_worker(folder, updates, audit_share, MODES[mode]) for mode in modes}
+        facts = (updates, audit_share, sigma, longest)
+        workers = {mode: start_worker(folder, *facts, MODES[mode]) for mode in modes}
         seconds: dict[str, list[list[float]]] = {mode: [] for mode in modes}
         try:
             for number in range(rounds + 1):
@@ -189,11 +204,21 @@ def bench_async(
         }
     speed = {mode: result[f"{mode}_updates_per_second"] for mode in modes}
     best = max((mode for mode in modes if mode != "sync"), key=speed.get)
-    return {"ratio": speed[best] / speed["sync"], "best": best, **result, "updates": updates, "rounds": rounds}
+    return {
+        "ratio": speed[best] / speed["sync"],
+        "best": best,
+        **result,
+        "updates": updates,
+        "rounds": rounds,
+        "sigma": sigma,
+        "longest": longest,
+    }
 
 
-def start_worker(folder: Path, updates: int, audit_share: float, settings: Mapping[str, Any]) -> Worker:
+def start_worker(
+    folder: Path, updates: int, audit_share: float, sigma: float, longest: int, settings: Mapping[str, Any]
+) -> Worker:
     """Where rollout and learner run side by side, each has a thread; where they take turns, each has all."""
     threads = 1 if settings.get("overlap_steps") else torch.get_num_threads()
-    arguments = [str(folder), str(updates), str(threads), str(audit_share)]
+    arguments = map(str, (folder, updates, threads, audit_share, sigma, longest))
     return Worker("rz.bench.asynchronous", *arguments, settings=settings, threads=threads)
