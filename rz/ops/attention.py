@@ -92,8 +92,6 @@ class WholeSequences:
         """
         if q.shape[0] != sum(self.lengths):
             raise ValueError(f"q must have {sum(self.lengths)} tokens, got {q.shape[0]}")
-        if q.shape[1] % k.shape[1]:
-            raise ValueError(f"heads must be a multiple of kv_heads {k.shape[1]}, got {q.shape[1]}")
         if device.has_kernels(q):
             from rz.ops import triton_attention, triton_whole
 
@@ -102,6 +100,8 @@ class WholeSequences:
             if self._kernel_plan is None:
                 self._kernel_plan = triton_attention.whole_plan(self.lengths, q.device)
             return triton_whole.whole_attention(q, k, v, self._kernel_plan, window=window)
+        if q.shape[1] % k.shape[1]:
+            raise ValueError(f"heads must be a multiple of kv_heads {k.shape[1]}, got {q.shape[1]}")
         return apply(_WholeAttention, q, k, v, self._batches, window)[0]
 
 
