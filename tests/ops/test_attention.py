@@ -12,7 +12,7 @@ from rz.ops.attention_plan import make_plan
 
 F32, BF16 = torch.float32, torch.bfloat16
 LENGTHS = (1, 5, 17, 127, 128, 129, 255, 256, 257)  # next to the edges of items and of a tile
-SHAPES = [(2, 2, 16), (4, 2, 32), (9, 3, 64), (14, 2, 80), (8, 1, 128), (3, 3, 256)]  # H, Hk, D; groups 1, 2, 3, 7, 8
+SHAPES = [(2, 2, 16), (4, 2, 32), (9, 3, 64), (14, 2, 80), (8, 1, 128), (2, 2, 128), (3, 3, 256)]  # H, Hk, D
 WINDOWS = (None, 1, 40, 130)
 
 
