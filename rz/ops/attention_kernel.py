@@ -24,10 +24,10 @@ def up(value: int, quantum: int) -> int:
 
 
 def compute_dtype(dtype: torch.dtype, width: int) -> torch.dtype:
-    """bfloat16 for bfloat16 heads of width [D] if the processor multiplies it natively and sums no odd rest; else
-    float32. A pure function of the machine: learner and engine take the same."""
-    whole = FUSED and width % KEY_QUANTUM == 0 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if dtype == torch.bfloat16 and whole else torch.float32
+    """bfloat16 for bfloat16 heads of width [D] if the processor has AMX, where it was measured, and sums no odd rest;
+    else float32. A pure function of the machine: learner and engine take the same."""
+    narrow = dtype == torch.bfloat16 and width % KEY_QUANTUM == 0
+    return torch.bfloat16 if narrow and FUSED and torch.cpu._is_amx_tile_supported() else torch.float32
 
 
 def row_quantum(width: int) -> int:
