@@ -2,6 +2,7 @@ import contextlib
 import io
 import json
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -249,6 +250,13 @@ def test_a_device_that_is_not_there_is_refused(model, tmp_path):
     given = ("--model", model, "--task", "arithmetic", "--out", tmp_path / "run", "--engine", "plain", *SHORT.split())
     refused("train", *given, "--device", "cuda", says=("device must be one that torch finds, got cuda",))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")
+def test_the_check_without_the_command_line_says_the_same():
+    run = subprocess.run([sys.executable, "-m", "rz.verify.device"], capture_output=True, text=True, timeout=120)
+    line = "rz: device must be one that torch reaches as cuda, got none\n"
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", line)
 
 
 def test_verify_of_a_device_takes_no_model(model):

@@ -82,6 +82,7 @@ if __name__ == "__main__":
     try:
         result = verify_device(list(DTYPES))
     except ValueError as error:
-        sys.exit(f"rz: {error}")
+        print(f"rz: {error}", file=sys.stderr)
+        sys.exit(2)
     print(json.dumps(result))
     sys.exit(0 if result["passed"] else 1)
