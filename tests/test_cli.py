@@ -259,6 +259,12 @@ def test_the_check_without_the_command_line_says_the_same():
     assert (run.returncode, run.stdout, run.stderr) == (2, "", line)
 
 
+def test_kernels_that_cannot_be_compiled_are_refused(monkeypatch):
+    refused("kernels", "--target", "gfx950", "--processes", 0, says=("processes must be >= 1, got 0",))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    refused("kernels", "--target", "gfx950", says=("TRITON_INTERPRET must not be set where kernels are compiled",))
+
+
 def test_verify_of_a_device_takes_no_model(model):
     refused("verify", "--device", "cuda", "--model", model, says=("model must be left out with device cuda, got",))
 

@@ -125,7 +125,14 @@ def compile_case(target: str, place: int) -> KernelRow:
 
 
 def kernel_table(targets: Sequence[str], *, processes: int) -> list[KernelRow]:
-    """Every kernel with every tile of device classes of rz.ops.tiles, compiled by so many processes."""
+    """Every kernel with every tile of device classes of rz.ops.tiles, compiled by so many processes.
+
+    Raises: ValueError if processes < 1, or where Triton interprets kernels.
+    """
+    if processes < 1:
+        raise ValueError(f"processes must be >= 1, got {processes}")
+    if triton.knobs.runtime.interpret:
+        raise ValueError("TRITON_INTERPRET must not be set where kernels are compiled, got 1")
     places = [(target, place) for target in targets for place, _ in enumerate(kernel_cases(target))]
     if processes == 1:
         return [compile_case(*pair) for pair in places]
