@@ -79,9 +79,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> 
     """The residual form: sum = residual + x, rounded to their dtype; returns (rms_norm(sum), sum).
 
     Args:
-        x, residual: [N, E], same dtype.
+        x, residual: [..., E], same dtype.
         weight, eps: as in rms_norm.
-    Returns: two tensors [N, E] in the dtype of x.
+    Returns: two tensors [..., E] in the dtype of x.
     Gradient: to x, residual and weight.
     Raises: ValueError if x and residual differ in shape, TypeError if in dtype; otherwise as rms_norm.
     """

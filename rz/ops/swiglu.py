@@ -44,8 +44,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     Computed in float32 as gate / (1 + exp(-gate)) * up and rounded once.
 
     Args:
-        gate_up: [N, 2 I] float32, bfloat16 or float16.
-    Returns: [N, I] in the dtype of gate_up.
+        gate_up: [..., 2 I] float32, bfloat16 or float16, of two axes or more.
+    Returns: [..., I] in the dtype of gate_up.
     Gradient: to gate_up, in its dtype throughout; not differentiable again.
     Edge cases: gate -> -inf gives -0 (exp(-gate) overflows to inf, gate / inf is -0 for finite gate).
     Raises: ValueError if the last axis is odd.

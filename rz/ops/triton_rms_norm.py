@@ -67,7 +67,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     total = None if residual is None else torch.empty_like(x)
     out, scale = torch.empty_like(x), torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     forward_launch(x, residual, weight, total, out, scale, eps=eps).run()
-    return out.view(shape), total, scale
+    return out.view(shape), None if total is None else total.view(shape), scale
 
 
 def _backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 class AddRmsNorm(torch.autograd.Function):
-    """(x [N, E], residual, weight, eps) -> (normed, residual + x, 1 / root mean square of each row)."""
+    """(x [..., E], residual, weight, eps) -> (normed, residual + x, 1 / root mean square of each row)."""
 
     @staticmethod
     def forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,18 +38,18 @@ def backward_launch(grad: Tensor, gate_up: Tensor, out: Tensor) -> Launch:
 def _backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     gate_up = aligned(gate_up)
     out = torch.empty_like(gate_up)
-    backward_launch(aligned(grad), gate_up, out).run()
+    backward_launch(aligned(grad).flatten(0, -2), gate_up.flatten(0, -2), out.flatten(0, -2)).run()
     return out
 
 
 class SwiGlu(torch.autograd.Function):
-    """gate_up [N, 2 I] -> [N, I]."""
+    """gate_up [..., 2 I] -> [..., I]."""
 
     @staticmethod
     def forward(gate_up: Tensor) -> Tensor:
         gate_up = aligned(gate_up)
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        forward_launch(gate_up, out).run()
+        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        forward_launch(gate_up.flatten(0, -2), out.flatten(0, -2)).run()
         return out
 
     @staticmethod

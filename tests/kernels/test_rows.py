@@ -87,6 +87,11 @@ def test_add_rms_norm_rows():
     assert_rows_alone(op, normal(20, 96))
 
 
+def test_add_rms_norm_of_more_axes():
+    normed, total = add_rms_norm(normal(2, 3, 8), normal(2, 3, 8, seed=1), normal(8), eps=1e-6)
+    assert normed.shape == total.shape == (2, 3, 8)
+
+
 def test_rms_norm_rounds_where_the_torch_reference_does(monkeypatch):
     x, weight = normal(50, 256, dtype=torch.bfloat16), normal(256, dtype=torch.bfloat16, seed=1)
     kernel = rms_norm(x, weight, eps=1e-6)
@@ -124,6 +129,12 @@ def test_swiglu(width, dtype):
     assert_near(swiglu(x), exact(x.double()), dtype, 4)
     assert_near(gradients(swiglu, x)[0], gradients(exact, x.double())[0], dtype, 4)
     assert torch.equal(swiglu(x[1:3]), swiglu(x)[1:3])
+
+
+def test_swiglu_of_more_axes():
+    x = normal(2, 3, 8)
+    assert torch.equal(swiglu(x), swiglu(x.flatten(0, 1)).view(2, 3, 4))
+    assert torch.equal(gradients(swiglu, x)[0].isnan(), torch.zeros(2, 3, 8, dtype=torch.bool))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
