@@ -136,8 +136,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x: [N, H, D] float.  cos, sin: [N, D / 2] float32.
     Returns: [N, H, D] in the dtype of x.
     Gradient: to x.
-    Raises: ValueError if cos or sin is not [N, D / 2].
+    Raises: ValueError if x is not [N, H, D] with an even D, or cos or sin not [N, D / 2].
     """
+    if x.ndim != 3 or x.shape[-1] % 2:
+        raise ValueError(f"x must be [N, H, D] with an even D, got {list(x.shape)}")
     expected = (x.shape[0], x.shape[-1] // 2)
     if cos.shape != expected or sin.shape != expected:
         raise ValueError(f"cos and sin must be {list(expected)}, got {list(cos.shape)} and {list(sin.shape)}")

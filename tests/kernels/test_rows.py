@@ -117,6 +117,12 @@ def test_rope(heads, width, dtype):
     assert torch.equal(rope(x[2:4], cos[2:4], sin[2:4]), op(x)[2:4])
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 7), (2, 8)])
+def test_rope_of_other_shapes_is_refused(shape):
+    with pytest.raises(ValueError, match=r"x must be \[N, H, D\] with an even D, got \["):
+        rope(normal(*shape), normal(2, shape[-1] // 2), normal(2, shape[-1] // 2))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [*ODD, 1030])
 def test_swiglu(width, dtype):
