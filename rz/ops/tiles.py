@@ -71,8 +71,6 @@ INTERPRETER_SPLIT_TILES = 3
 
 def attention_tile(device_class: str, width: int, dtype: torch.dtype) -> Tile:
     """The tile of attention over heads of `width` elements of dtype."""
-    if width % 8 or not 16 <= width <= 256:  # eight 16-bit elements are 16 bytes, where values must start in a cache
-        raise ValueError(f"head_dim must be a multiple of 8 in 16 to 256, got {width}")
     return _by_width(ATTENTION[device_class][dtype == torch.float32], width)
 
 
@@ -104,6 +102,8 @@ def attention_backward_tile(device_class: str, width: int, dtype: torch.dtype) -
 
 
 def _by_width(tiles: tuple[Tile, ...], width: int) -> Tile:
+    if width % 8 or not 16 <= width <= 256:  # eight 16-bit elements are 16 bytes, where values must start in a cache
+        raise ValueError(f"head_dim must be a multiple of 8 in 16 to 256, got {width}")
     return next(tile for tile in tiles if width <= tile.k)
 
 

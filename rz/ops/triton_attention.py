@@ -191,7 +191,8 @@ def attention(
         window: None, or the number of latest tokens seen, the own included.
         sinks: None, or [H] float32, for each head a logit beside the keys whose value is 0.
     Edge cases: rows that no sequence of the plan owns are left as they are in memory.
-    Raises: ValueError if kv_heads does not divide H, a group of heads is larger than a tile, or D is not in 16 to 256.
+    Raises: ValueError if kv_heads does not divide H, a group of heads is larger than a tile, or D is no multiple of
+        8 in 16 to 256.
     """
     heads, width = q.shape[1:]
     target = device_class(q.device)

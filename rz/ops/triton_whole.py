@@ -124,5 +124,14 @@ class WholeAttention(torch.autograd.Function):
 def whole_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: KernelPlan, *, window: int | None, sinks: Tensor | None = None
 ) -> Tensor:
-    """rz.ops.triton_attention.attention over the packed tokens k and v [N, Hk, D], differentiable in all of them."""
+    """rz.ops.triton_attention.attention over the packed tokens k and v [N, Hk, D], differentiable in all of them.
+
+    Raises: ValueError as there, or if a group of heads is larger than a tile of the gradient.
+    """
+    (heads, width), kv_heads = q.shape[1:], k.shape[1]
+    most = attention_backward_tile(device_class(q.device), width, q.dtype).m
+    if heads > most * kv_heads > 0:
+        raise ValueError(
+            f"heads must be at most {most} times kv_heads {kv_heads} where a gradient is taken, got {heads}"
+        )
     return WholeAttention.apply(q, k, v, sinks, plan.query_starts, plan.key_counts, plan.table, plan, window)[0]

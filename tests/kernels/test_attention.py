@@ -3,7 +3,8 @@ import torch
 from examples import assert_near, gradients, normal
 from torch import Tensor
 
-from rz.ops import WholeSequences, paged_attention, paged_plan, write_cache
+from rz.ops import WholeSequences, paged_attention, paged_plan, triton_whole, write_cache
+from rz.ops.tiles import Tile
 from rz.ops.triton_attention import attention, whole_keys, whole_plan
 from rz.ops.triton_whole import whole_attention
 
@@ -148,3 +149,10 @@ def test_gradients_repeat():
 def test_heads_must_fit():
     with pytest.raises(ValueError, match="heads must be a multiple of kv_heads 2, at most 16 times it, got 3"):
         WholeSequences([4]).attend(0, *inputs(4, 3, 2, 16), window=None)
+
+
+def test_heads_must_fit_the_tile_of_the_gradient(monkeypatch):
+    """Refused before the forward, not after it: tiles of the gradient are the smaller ones on some devices."""
+    monkeypatch.setattr(triton_whole, "attention_backward_tile", lambda *sizes: Tile(8, 16, 64, 4, 1))
+    with pytest.raises(ValueError, match="heads must be at most 8 times kv_heads 1 where a gradient is taken, got 16"):
+        WholeSequences([4]).attend(0, *inputs(4, 16, 1, 16), window=None)

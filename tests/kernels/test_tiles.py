@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rz.ops.tiles import ATTENTION, GEMM, TARGETS, attention_tile, gemm_tile, row_block
+from rz.ops.tiles import ATTENTION, GEMM, TARGETS, attention_backward_tile, attention_tile, gemm_tile, row_block
 
 
 def test_every_device_class_has_tiles():
@@ -23,6 +23,7 @@ def test_the_columns_choose_the_tile():
 def test_widths():
     assert attention_tile("sm_90", 80, torch.float16).k == 128
     for width in (8, 20, 264):
-        with pytest.raises(ValueError, match=f"head_dim must be a multiple of 8 in 16 to 256, got {width}"):
-            attention_tile("sm_90", width, torch.float16)
+        for tile in (attention_tile, attention_backward_tile):
+            with pytest.raises(ValueError, match=f"head_dim must be a multiple of 8 in 16 to 256, got {width}"):
+                tile("sm_90", width, torch.float16)
     assert row_block(80) == (8, 128, 4) and row_block(4096) == (1, 4096, 4)
