@@ -191,9 +191,13 @@ def attention(
         window: None, or the number of latest tokens seen, the own included.
         sinks: None, or [H] float32, for each head a logit beside the keys whose value is 0.
     Edge cases: rows that no sequence of the plan owns are left as they are in memory.
-    Raises: ValueError if kv_heads does not divide H, a group of heads is larger than a tile, or D is no multiple of
-        8 in 16 to 256.
+    Raises: ValueError if kv_heads does not divide H, a group of heads is larger than a tile, D is no multiple of 8 in
+        16 to 256, or window < 1; TypeError if dtypes differ.
     """
+    if window is not None and window < 1:
+        raise ValueError(f"window must be None or >= 1, got {window}")
+    if keys.k.dtype != q.dtype or keys.v.dtype != q.dtype:
+        raise TypeError(f"keys and values must be {q.dtype}, got {keys.k.dtype} and {keys.v.dtype}")
     heads, width = q.shape[1:]
     target = device_class(q.device)
     tile = attention_tile(target, width, q.dtype)
@@ -208,5 +212,7 @@ def attention(
 
 
 def paged_attention(q: Tensor, cache: Tensor, plan: KernelPlan, *, window: int | None) -> Tensor:
-    """As rz.ops.paged_attention."""
+    """As rz.ops.paged_attention. Raises: as attention; ValueError if the cache is not of the width of q."""
+    if cache.shape[3] != 2 * q.shape[2]:
+        raise ValueError(f"cache must be [blocks, Hk, block_size, {2 * q.shape[2]}], got {list(cache.shape)}")
     return attention(q, cache_keys(cache), cache.shape[1], plan, window=window)[0]

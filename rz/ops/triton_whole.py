@@ -126,8 +126,12 @@ def whole_attention(
 ) -> Tensor:
     """rz.ops.triton_attention.attention over the packed tokens k and v [N, Hk, D], differentiable in all of them.
 
-    Raises: ValueError as there, or if a group of heads is larger than a tile of the gradient.
+    Raises: as there; ValueError if k and v are not of the tokens and width of q, or a group of heads is larger than a
+        tile of the gradient.
     """
+    if k.shape != v.shape or (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[2]):
+        expected = f"[{q.shape[0]}, Hk, {q.shape[2]}]"
+        raise ValueError(f"k and v must be {expected}, got {list(k.shape)} and {list(v.shape)}")
     (heads, width), kv_heads = q.shape[1:], k.shape[1]
     most = attention_backward_tile(device_class(q.device), width, q.dtype).m
     if heads > most * kv_heads > 0:

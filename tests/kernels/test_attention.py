@@ -156,3 +156,34 @@ def test_heads_must_fit_the_tile_of_the_gradient(monkeypatch):
     monkeypatch.setattr(triton_whole, "attention_backward_tile", lambda *sizes: Tile(8, 16, 64, 4, 1))
     with pytest.raises(ValueError, match="heads must be at most 8 times kv_heads 1 where a gradient is taken, got 16"):
         WholeSequences([4]).attend(0, *inputs(4, 16, 1, 16), window=None)
+
+
+def test_keys_that_do_not_belong_to_the_queries_are_refused():
+    q, k, v = inputs(4, 2, 1, 32)
+    attend = lambda k, v, window=None: WholeSequences([4]).attend(0, q, k, v, window=window)
+    for other in (k[:3], k[..., :16]):
+        with pytest.raises(ValueError, match=r"k and v must be \[4, Hk, 32\], got"):
+            attend(other, other)
+    with pytest.raises(ValueError, match=r"k and v must be \[4, Hk, 32\], got"):
+        attend(k, v[:3])
+    with pytest.raises(TypeError, match=r"keys and values must be torch.float32, got torch.float16 and torch.float32"):
+        attend(k.half(), v)
+    for window in (0, -3):
+        with pytest.raises(ValueError, match=f"window must be None or >= 1, got {window}"):
+            attend(k, v, window)
+
+
+def test_a_cache_of_another_width_is_refused():
+    plan = paged_plan(
+        [1],
+        [1],
+        torch.zeros(1, 1, dtype=torch.int32),
+        block_size=4,
+        heads=1,
+        kv_heads=1,
+        windows=(None,),
+        head_dim=32,
+        dtype=torch.float32,
+    )
+    with pytest.raises(ValueError, match=r"cache must be \[blocks, Hk, block_size, 64\], got \[1, 1, 4, 32\]"):
+        paged_attention(normal(1, 1, 32), normal(1, 1, 4, 32), plan, window=None)
