@@ -77,10 +77,12 @@ def combine_experts(y: Tensor, gates: Tensor, order: ExpertOrder) -> Tensor:
         gates: [N, k] float32.
     Returns: [N, M] in the dtype of y.
     Gradient: to y and gates, deterministic.
-    Raises: ValueError if gates is not [N, k].
+    Raises: ValueError if gates is not [N, k] or y has not R rows.
     """
     if gates.shape != order.places.shape:
         raise ValueError(f"gates must be {list(order.places.shape)}, got {list(gates.shape)}")
+    if y.ndim != 2 or y.shape[0] != order.tokens.shape[0]:
+        raise ValueError(f"y must have {order.tokens.shape[0]} rows, got {list(y.shape)}")
     if device.has_kernels(y):
         from rz.ops import triton_experts
 

@@ -51,3 +51,9 @@ def test_slots_are_added_in_order():
     order = expert_order(torch.tensor([[0, 1, 2], [0, 1, 2]]), count=3)
     y = torch.tensor([2.0**24, 1, 1, 1, 1, 2.0**24])[:, None]  # rows: expert 0 of both tokens, 1 of both, 2 of both
     assert combine_experts(y, torch.ones(2, 3), order)[:, 0].tolist() == [2**24, 2**24 + 2]
+
+
+def test_rows_of_another_order_are_refused():
+    order = expert_order(torch.tensor([[0, 2], [2, 1]]), count=3)
+    with pytest.raises(ValueError, match=r"y must have 4 rows, got \[1, 8\]"):
+        combine_experts(normal(1, 8), normal(2, 2), order)
