@@ -11,6 +11,7 @@ from rz.ops.device import INTERPRETER
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDE_COLUMNS = 4096  # outputs from which the wide tile is used
 
 
@@ -38,11 +39,17 @@ GEMM_GROUP = 8  # row tiles that run side by side
 
 
 def gemm_tile(device_class: str, columns: int, inner: int, dtype: torch.dtype) -> Tile:
-    """The tile of a product with `columns` outputs over `inner` elements, of operands of dtype."""
+    """The tile of a product with `columns` outputs over `inner` elements, of operands of dtype, one of DTYPES."""
+    _require_dtype(dtype)
     wide, small, single = GEMM[device_class]
     if dtype == torch.float32:
         return single
     return wide if columns >= WIDE_COLUMNS else small
+
+
+def _require_dtype(dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise TypeError(f"kernels take float32, bfloat16 and float16, got {dtype}")
 
 
 def row_block(width: int) -> tuple[int, int, int]:
@@ -71,6 +78,7 @@ INTERPRETER_SPLIT_TILES = 3
 
 def attention_tile(device_class: str, width: int, dtype: torch.dtype) -> Tile:
     """The tile of attention over heads of `width` elements of dtype."""
+    _require_dtype(dtype)
     return _by_width(ATTENTION[device_class][dtype == torch.float32], width)
 
 

@@ -31,6 +31,12 @@ def test_linear_of_no_rows():
     assert to_x.shape == (0, 8) and torch.equal(to_weight, torch.zeros(4, 8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(TypeError, match=f"kernels take float32, bfloat16 and float16, got {dtype}"):
+        linear(normal(3, 8).to(dtype), normal(4, 8).to(dtype))
+
+
 def test_linear_by_float32_weights_is_rounded_once():
     x, weight = normal(5, 32, dtype=torch.bfloat16), normal(9, 32)
     got = linear(x, weight)
