@@ -62,11 +62,12 @@ def target_logprobs(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The same differences as in row_logprobs, so the same bits."""
+    """The same differences as in row_logprobs, so the same bits; -inf for a target outside [0, COLUMNS)."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
     target = tl.load(targets + row, mask=mask, other=0)
-    value = tempered(logits + row * COLUMNS + target, tl.load(temperatures + row, mask=mask, other=1.0), mask)
+    inside = mask & (target >= 0) & (target < COLUMNS)
+    value = tempered(logits + row * COLUMNS + target, tl.load(temperatures + row, mask=mask, other=1.0), inside)
     top, log = tl.load(tops + row, mask=mask, other=0.0), tl.load(logs + row, mask=mask, other=0.0)
     tl.store(out + row, value - top - log, mask=mask)
 

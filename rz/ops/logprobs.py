@@ -101,7 +101,8 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, *, temperature
         temperature: > 0, of every row.
     Returns: [N] float32, nats.
     Gradient: to hidden and head; not differentiable again.
-    Edge cases: N = 0 gives [0]. A token of probability 0 gives -inf.
+    Edge cases: N = 0 gives [0]. A token of probability 0 gives -inf; so does, where kernels run, one outside [0, V),
+        which the CPU refuses.
     Raises: ValueError if targets is not [N] or temperature is not > 0.
     """
     if targets.shape != hidden.shape[:1]:

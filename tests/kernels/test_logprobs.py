@@ -68,3 +68,11 @@ def test_infinities_and_no_rows():
     assert torch.equal(got[0], torch.tensor([0.0, -inf])) and got[1:].isnan().any(1).all()
     assert tempered_logprobs(torch.zeros(0, 5), temperature=1.0).shape == (0, 5)
     assert token_logprobs(torch.zeros(0, 4), torch.zeros(5, 4), torch.zeros(0).long(), temperature=1.0).shape == (0,)
+
+
+@pytest.mark.parametrize("target", [-1, 5, 1 << 40])
+def test_a_token_outside_the_vocabulary_reads_no_memory(target):
+    """A device cannot refuse it; its probability is 0."""
+    hidden, head, targets = normal(2, 8), normal(5, 8, seed=1), torch.tensor([3, target])
+    got = token_logprobs(hidden, head, targets, temperature=1.0)
+    assert got[0] == row_logprobs(hidden, head, temperature=1.0)[0, 3] and got[1] == -torch.inf
