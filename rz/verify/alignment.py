@@ -9,6 +9,9 @@ from torch import Tensor
 from rz.ops import (
     WholeSequences,
     add_rms_norm,
+    combine_experts,
+    expert_order,
+    grouped_linear,
     linear,
     paged_attention,
     paged_plan,
@@ -126,6 +129,20 @@ def row_op_bits(dtype: torch.dtype, device: torch.device, rows: Sequence[int] = 
         "log_softmax": count(row_pairs(lambda x: tempered_logprobs(x, temperature=0.7), normal(most, 5000), rows)),
         "token_logprobs": count(tokens()),
     }
+
+
+def expert_bits(dtype: torch.dtype, device: torch.device, rows: Sequence[int] = ROWS) -> Bits:
+    """Of tokens that each go to 2 of 8 experts: so many of them, against all."""
+    most = max(rows)
+    x, weight = (_normal(*shape, dtype=dtype, device=device) for shape in ((most, 256), (8, 192, 256)))
+    gates, chosen = torch.rand(most, 2, device=device), torch.rand(most, 8, device=device).argsort(-1)[:, :2]
+
+    def layer(part: slice) -> Tensor:
+        order = expert_order(chosen[part], count=8)
+        return combine_experts(grouped_linear(x[part], weight, order, by_token=True), gates[part], order)
+
+    whole = layer(slice(0, most))
+    return count((layer(slice(most - size, most)), whole[most - size :]) for size in rows)
 
 
 def _paged(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], last: int, window: int | None) -> Tensor:

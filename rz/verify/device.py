@@ -27,6 +27,7 @@ def alignment_matrix(device: torch.device, dtypes: list[str]) -> dict[str, dict[
         for shape in shapes:
             found[f"{name} linear {shape[0]} to {shape[1]}"] = alignment.product_bits(shape, dtype, device)
         found |= {f"{name} {op}": bits for op, bits in alignment.row_op_bits(dtype, device).items()}
+        found[f"{name} experts"] = alignment.expert_bits(dtype, device)
         for heads in alignment.HEADS:
             for window in (None, 100):
                 label = f"{name} attention {heads}, window {window}"

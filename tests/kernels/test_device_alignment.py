@@ -14,6 +14,11 @@ def test_products():
     assert alignment.float32_error((64, 16), CPU, rows=4) < 1e-5
 
 
+def test_experts():
+    bits = alignment.expert_bits(torch.bfloat16, CPU, (1, 9))
+    assert bits == alignment.Bits(compared=10 * 192, differing=0)
+
+
 def test_attention():
     bits = alignment.attention_bits((2, 1, 16), torch.float32, CPU, 20, lengths=(1, 2, 20), last=2)
     assert bits == alignment.Bits(compared=2 * 23 * 2 * 16, differing=0)
