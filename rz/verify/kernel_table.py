@@ -2,8 +2,9 @@
 
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from multiprocessing import get_context
@@ -135,6 +136,16 @@ def kernel_table(targets: Sequence[str], *, processes: int) -> list[KernelRow]:
         raise ValueError("TRITON_INTERPRET must not be set where kernels are compiled, got 1")
     places = [(target, place) for target in targets for place, _ in enumerate(kernel_cases(target))]
     if processes == 1:
-        return [compile_case(*pair) for pair in places]
+        return list(_watched(map(compile_case, *zip(*places, strict=True)), len(places)))
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(compile_case, *zip(*places, strict=True)))
+        return list(_watched(pool.map(compile_case, *zip(*places, strict=True)), len(places)))
+
+
+def _watched(rows: Iterable[KernelRow], count: int) -> Iterator[KernelRow]:
+    """The rows, with a line on standard error for every target that is done."""
+    before = None
+    for number, row in enumerate(rows):
+        if before not in (None, row.target):
+            print(f"{before}: compiled, {number} of {count} in all", file=sys.stderr, flush=True)
+        before = row.target
+        yield row
