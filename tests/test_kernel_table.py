@@ -19,8 +19,10 @@ def table(tmp_path_factory):
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [Path(sys.executable).with_name("rz"), "kernels", "--json"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
-    assert run.stderr == ""
     rows = json.loads(run.stdout)["kernels"]
+    share = len(rows) // len(TARGETS)
+    done = [f"{target}: compiled, {share * place} of {len(rows)} in all" for place, target in enumerate(TARGETS, 1)]
+    assert run.stderr.splitlines() == done[:-1]
     assert run.returncode == 0, [row for row in rows if not row["fits"]]
     return rows
 
