@@ -18,20 +18,15 @@ from rz.ops.attention_plan import Block, Plan, make_plan
 from rz.ops.function import apply
 
 
-def _attend_batch(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None, out: Tensor, lse: Tensor) -> None:
-    """Fill the rows of out [N, H, D] and lse [N, H] that the batch answers."""
+def _attend_batch(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> tuple[Tensor, Tensor]:
+    """Output [I, L - first, H, D] and log-sum-exp [I, L - first, H] of the batch's positions from its first on."""
     dtype, group = kernel.compute_dtype(q.dtype, q.shape[-1]), q.shape[1] // k.shape[1]
     queries, keys, values = (batch.take(x, padded=True).to(dtype) for x in (q, k, v))
     keys, values = (kernel.each_head(x, group).transpose(1, 2) for x in (keys, values))
     queries = queries[:, batch.first :].transpose(1, 2)
-    parts = kernel.causal_attention(queries, keys, values, first=batch.first, window=window)
-    tokens, own = batch.tokens[:, batch.first :], batch.own[:, batch.first :]
-    for x, part in zip((out, lse), parts, strict=True):
-        part = part.transpose(1, 2)[:, : tokens.shape[1]]
-        if batch.rows is not None:
-            batch.take(x).copy_(part)
-        else:
-            x.index_copy_(0, tokens[own], part[own].to(x.dtype))
+    out, lse = kernel.causal_attention(queries, keys, values, first=batch.first, window=window)
+    kept = batch.tokens.shape[1] - batch.first
+    return out.transpose(1, 2)[:, :kept], lse.transpose(1, 2)[:, :kept]
 
 
 class _WholeAttention(torch.autograd.Function):
@@ -39,9 +34,18 @@ class _WholeAttention(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, batches: tuple[Batch, ...], window: int | None
     ) -> tuple[Tensor, Tensor]:
+        if len(batches) == 1 and batches[0].rows is not None:
+            out, lse = _attend_batch(q, k, v, batches[0], window)
+            return out.reshape(q.shape).to(q.dtype), lse.reshape(q.shape[:2])
         out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
         for batch in batches:
-            _attend_batch(q, k, v, batch, window, out, lse)
+            parts = _attend_batch(q, k, v, batch, window)
+            tokens, own = batch.tokens[:, batch.first :], batch.own[:, batch.first :]
+            for x, part in zip((out, lse), parts, strict=True):
+                if batch.rows is not None:
+                    batch.take(x).copy_(part)
+                else:
+                    x.index_copy_(0, tokens[own], part[own].to(x.dtype))
         return out, lse
 
     @staticmethod
@@ -169,12 +173,10 @@ def _attend_block(q: Tensor, cached: Tensor, block: Block, plan: Plan, window: i
         both = cached.index_select(0, tile.key_rows).to(plan.dtype).view(tile.items, plan.kv_heads, tile.keys, -1)
         part = queries[: tile.items, :, tile.first_row :]
         new = kernel.fused(part, both[..., :width], both[..., width:], tile.masks[window])
-        if len(block.tiles) == 1:
-            state = new
-            continue
-        if state is None:
-            state = kernel.empty_state(queries)
-        kernel.add_tile(tuple(x[: tile.items, :, tile.first_row :] for x in state), new, tile.empty.get(window))
+        if state is None:  # every row sees the first tile's keys, or has them masked
+            state = new if len(block.tiles) == 1 else kernel.first_tile(new, tile.empty.get(window))
+        else:
+            kernel.add_tile(tuple(x[: tile.items, :, tile.first_row :] for x in state), new, tile.empty.get(window))
     return state[0].transpose(1, 2).reshape(-1, width)
 
 

@@ -87,6 +87,43 @@ def _window_mask(length: int, window: int | None) -> Tensor | None:
     return torch.zeros(length, length).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
 
 
+def _batch_gradient(
+    batch: Batch, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 gradients [I, L, H or Hk, D] of a batch's queries, keys and values."""
+    group = q.shape[1] // k.shape[1]
+    above, queries, outputs, logs = (batch.take(x).float() for x in (grad, q, out, lse))
+    if batch.rows is None:
+        above = above.masked_fill(~batch.own[..., None, None], 0)
+    mask = _window_mask(batch.tokens.shape[1], window)
+    of_q, of_k, of_v = (
+        x.transpose(1, 2)
+        for x in torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            above.transpose(1, 2),
+            queries.transpose(1, 2),
+            *(each_head(batch.take(x).float(), group).transpose(1, 2) for x in (k, v)),
+            outputs.transpose(1, 2),
+            logs.transpose(1, 2).contiguous(),
+            0.0,
+            mask is None,
+            attn_mask=mask,
+            scale=q.shape[-1] ** -0.5,
+        )
+    )
+    if group > 1:
+        of_k, of_v = (_sum_heads(x.unflatten(2, (-1, group))) for x in (of_k, of_v))
+    return of_q, of_k, of_v
+
+
+def _sum_heads(x: Tensor) -> Tensor:
+    """x.sum(3), whose reduction of a short inner axis takes several times as long."""
+    first, second, *others = x.unbind(3)
+    total = first + second
+    for other in others:
+        total += other
+    return total
+
+
 def attention_gradient(
     grad: Tensor,
     q: Tensor,
@@ -103,30 +140,13 @@ def attention_gradient(
         grad, q, out: [N, H, D].  k, v: [N, Hk, D].  lse: [N, H] float32, log-sum-exp of the scaled scores.
     Returns: tensors of the shapes and dtypes of q, k and v.
     """
-    group = q.shape[1] // k.shape[1]
+    if len(batches) == 1 and batches[0].rows is not None:
+        parts = _batch_gradient(batches[0], grad, q, k, v, out, lse, window)
+        return tuple(part.reshape(x.shape).to(x.dtype) for x, part in zip((q, k, v), parts, strict=True))
     to_q = torch.empty(q.shape, dtype=torch.float32)
     to_k, to_v = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
     for batch in batches:
-        above, queries, outputs, logs = (batch.take(x).float() for x in (grad, q, out, lse))
-        if batch.rows is None:
-            above = above.masked_fill(~batch.own[..., None, None], 0)
-        mask = _window_mask(batch.tokens.shape[1], window)
-        of_q, of_k, of_v = (
-            x.transpose(1, 2)
-            for x in torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                above.transpose(1, 2),
-                queries.transpose(1, 2),
-                *(each_head(batch.take(x).float(), group).transpose(1, 2) for x in (k, v)),
-                outputs.transpose(1, 2),
-                logs.transpose(1, 2).contiguous(),
-                0.0,
-                mask is None,
-                attn_mask=mask,
-                scale=q.shape[-1] ** -0.5,
-            )
-        )
-        if group > 1:
-            of_k, of_v = (x.unflatten(2, (-1, group)).sum(3) for x in (of_k, of_v))
+        of_q, of_k, of_v = _batch_gradient(batch, grad, q, k, v, out, lse, window)
         if batch.rows is not None:
             for x, part in ((to_q, of_q), (to_k, of_k), (to_v, of_v)):
                 batch.take(x).copy_(part)

@@ -81,9 +81,10 @@ def each_head(x: Tensor, group: int) -> Tensor:
     return x if group == 1 else x[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
 
 
-def empty_state(queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of queries [I, H, R, D] that have seen no key yet."""
-    return torch.zeros_like(queries), torch.full_like(queries[..., 0], LOWEST)
+def first_tile(new: tuple[Tensor, Tensor], empty: Tensor | None) -> tuple[Tensor, Tensor]:
+    """State that add_tile takes, of the result of fused for a sequence's first keys; empty as there."""
+    out, lse = new
+    return out, lse if empty is None else lse.masked_fill(empty, LOWEST)
 
 
 def add_tile(state: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], empty: Tensor | None) -> None:
@@ -140,12 +141,19 @@ def causal_attention(
     count = keys.shape[2]
     if count <= TILE or queries.dtype != torch.float32:
         return _part(queries, keys, values, first, 0, window)[0]
-    state = empty_state(queries)
+    out, lse = torch.empty_like(queries), torch.empty(queries.shape[:-1], dtype=torch.float32)
     for start in range(0, count, TILE):
         end = min(start + TILE, count)
         for low, high in ((max(start, first), end), (max(end, first), count)):
             if low < high:
                 rows = slice(low - first, high - first)
-                part = _part(queries[:, :, rows], keys[:, :, start:end], values[:, :, start:end], low, start, window)
-                add_tile(tuple(x[:, :, rows] for x in state), *part)
-    return state
+                part, empty = _part(
+                    queries[:, :, rows], keys[:, :, start:end], values[:, :, start:end], low, start, window
+                )
+                state = out[:, :, rows], lse[:, :, rows]
+                if start:
+                    add_tile(state, part, empty)
+                else:
+                    for x, y in zip(state, first_tile(part, empty), strict=True):
+                        x.copy_(y)
+    return out, lse

@@ -25,12 +25,21 @@ def tempered_logprobs(logits: Tensor, *, temperature: float | Tensor) -> Tensor:
         from rz.ops import triton_logprobs
 
         return triton_logprobs.tempered_logprobs(logits, temperature=temperature)
-    rows = logits.shape[0]
+    return _log_softmax(_tempered(logits, temperature))
+
+
+def _tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    if isinstance(temperature, float) and temperature == 1:  # x / 1 is x
+        return logits.float()
     scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
-    tempered = logits.float() / scale.expand(rows)[:, None]
-    if rows == 1:  # a single long row is summed in another order than one among others
-        return torch.log_softmax(tempered.expand(2, -1), -1)[:1]
-    return torch.log_softmax(tempered, -1)
+    return logits.float() / scale.expand(len(logits))[:, None]
+
+
+def _log_softmax(x: Tensor, out: Tensor | None = None) -> Tensor:
+    if len(x) == 1:  # a single long row is summed in another order than one among others
+        row = torch.log_softmax(x.expand(2, -1), -1)[:1]
+        return row if out is None else out.copy_(row)
+    return torch.log_softmax(x, -1, out=out)
 
 
 def row_logprobs(hidden: Tensor, head: Tensor, *, temperature: float | Tensor) -> Tensor:
@@ -56,14 +65,19 @@ def _chunks(rows: int, vocabulary: int) -> list[slice]:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
-        """The logprobs, and the logits if they are all held at once."""
-        out, chunks = hidden.new_empty(hidden.shape[0], dtype=torch.float32), _chunks(hidden.shape[0], head.shape[0])
+        """The logprobs, and if all logits are held at once what the backward reads: in float32 the logprobs of the
+        whole vocabulary, else the logits, which take half of their memory."""
+        out, kept = hidden.new_empty(hidden.shape[0], dtype=torch.float32), None
+        chunks = _chunks(hidden.shape[0], head.shape[0])
         for rows in chunks:
             logits, of_rows, wanted = linear(hidden[rows], head), out[rows], targets[rows, None]
+            if len(chunks) == 1:
+                kept = torch.empty_like(logits) if logits.dtype == torch.float32 else logits
             for part in row_chunks(len(logits), head.shape[0]):
-                logprobs = tempered_logprobs(logits[part], temperature=temperature)
+                whole = None if kept is None or kept is logits else kept[part]
+                logprobs = _log_softmax(_tempered(logits[part], temperature), whole)
                 of_rows[part] = logprobs.gather(1, wanted[part])[:, 0]
-        return out, logits if len(chunks) == 1 else None
+        return out, kept
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -76,18 +90,23 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor, _):
         hidden, head, targets, kept = ctx.saved_tensors
-        to_hidden, to_head = torch.empty_like(hidden), None
+        to_hidden, to_head = [torch.empty_like(hidden[:0])], None
         for rows in _chunks(hidden.shape[0], head.shape[0]):
             logits = linear(hidden[rows], head) if kept is None else kept
             to_logits = torch.empty_like(logits, dtype=head.dtype)
             gain, wanted = (grad[rows] / ctx.temperature)[:, None], targets[rows, None]
             for part in row_chunks(len(logits), head.shape[0]):
-                slope = torch.softmax(logits[part].float() / ctx.temperature, -1).mul_(-gain[part])
-                to_logits[part] = slope.scatter_add_(1, wanted[part], gain[part])
-            to_hidden[rows] = (to_logits @ head).to(hidden.dtype)
+                slope, up = to_logits[part], gain[part]
+                if kept is not None and kept.dtype == torch.float32:
+                    torch.exp(kept[part], out=slope).mul_(-up).scatter_add_(1, wanted[part], up)
+                else:
+                    share = torch.softmax(logits[part].float() / ctx.temperature, -1)
+                    slope.copy_(share.mul_(-up).scatter_add_(1, wanted[part], up))
+            to_hidden.append((to_logits @ head).to(hidden.dtype))
             part = to_logits.t() @ hidden[rows].to(head.dtype)
             to_head = part if to_head is None else to_head.add_(part)
-        return to_hidden, torch.zeros_like(head) if to_head is None else to_head, None, None
+        whole = to_hidden[1] if len(to_hidden) == 2 else torch.cat(to_hidden)
+        return whole, torch.zeros_like(head) if to_head is None else to_head, None, None
 
 
 def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, *, temperature: float) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rz.ops import device
-from rz.ops.chunks import row_chunks
+from rz.ops.chunks import row_chunks, scratch
 from rz.ops.function import apply
 
 
@@ -16,10 +16,10 @@ class _RmsNorm(torch.autograd.Function):
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         scale = rows.new_empty((len(rows), 1), dtype=torch.float32)
         for part in row_chunks(len(rows), width):
-            wide = rows[part].float().contiguous()
-            root = (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
-            scale[part] = root
-            torch.mul((wide * root).to(x.dtype), weight, out=out[part])
+            wide, target = rows[part].float().contiguous(), out[part]
+            square = torch.mul(wide, wide, out=scratch(target))
+            root = torch.mean(square, -1, keepdim=True, out=scale[part]).add_(eps).rsqrt_()
+            torch.mul(wide, root, out=target).mul_(weight)
         return out.view(x.shape), scale
 
     @staticmethod
@@ -36,11 +36,11 @@ class _RmsNorm(torch.autograd.Function):
         rows, above = x.reshape(-1, width), grad.reshape(-1, width)
         to_x, to_weight = torch.empty_like(rows, memory_format=torch.contiguous_format), torch.zeros_like(wide_weight)
         for part in row_chunks(len(rows), width):
-            value, up, root = rows[part].float(), above[part].float(), scale[part]
-            both = value * up
+            value, up, root, target = rows[part].float(), above[part].float(), scale[part], to_x[part]
+            both = torch.mul(value, up, out=scratch(target))
             to_weight.addmv_(both.t(), root[:, 0])
             pull = torch.mv(both, wide_weight)[:, None].mul_(root**3 / -width)
-            torch.addcmul(torch.mul(up, wide_weight, out=both).mul_(root), value, pull, out=to_x[part])
+            torch.addcmul(torch.mul(up, wide_weight, out=both).mul_(root), value, pull, out=target)
         return to_x.view(x.shape), to_weight.to(weight.dtype), None
 
 

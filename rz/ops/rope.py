@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rz.ops import device
-from rz.ops.chunks import row_chunks
+from rz.ops.chunks import row_chunks, scratch
 from rz.ops.function import apply
 
 
@@ -113,10 +113,14 @@ class _Rope(torch.autograd.Function):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         half = x.shape[-1] // 2
         for part in row_chunks(len(x), x.shape[1] * x.shape[2]):
-            first, second = x[part].float().split(half, -1)
-            across, up = cos[part, None], sin[part, None]
-            torch.sub(first * across, second * up, out=out[part, :, :half])
-            torch.add(second * across, first * up, out=out[part, :, half:])
+            wide = x[part].float()
+            first, second = wide.split(half, -1)
+            across, up = torch.cat((cos[part], cos[part]), -1)[:, None], sin[part, None]
+            turned = torch.mul(wide, across, out=scratch(out[part]))
+            turned[..., :half].sub_(second * up)
+            turned[..., half:].add_(first * up)
+            if out.dtype != torch.float32:
+                out[part] = turned
         return out
 
     @staticmethod

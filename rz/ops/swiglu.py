@@ -1,12 +1,11 @@
 """The gated activation of the feed-forward layer."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rz.ops import device
-from rz.ops.chunks import row_chunks
+from rz.ops.chunks import row_chunks, scratch
 from rz.ops.function import apply
 
 
@@ -18,7 +17,7 @@ class _SwiGlu(torch.autograd.Function):
         for part in row_chunks(len(rows), width):
             gate, up = (half.float() for half in rows[part].chunk(2, -1))
             # exp over contiguous memory: a strided half would end in a scalar tail with other bits.
-            denominator = torch.neg(gate).contiguous().exp_().add_(1)
+            denominator = torch.neg(gate, out=scratch(out[part])).contiguous().exp_().add_(1)
             torch.mul(torch.div(gate, denominator, out=denominator), up, out=out[part])
         return out.view(*gate_up.shape[:-1], width)
 
@@ -33,8 +32,9 @@ class _SwiGlu(torch.autograd.Function):
         gate, up = gate_up.chunk(2, -1)
         out = torch.empty_like(gate_up)
         to_gate, to_up = out.chunk(2, -1)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
-        torch.mul(grad, F.silu(gate), out=to_up)
+        torch.mul(grad, up, out=to_gate)
+        torch.ops.aten.silu_backward.grad_input(to_gate, gate, grad_input=to_gate)
+        torch.ops.aten.silu.out(gate, out=to_up).mul_(grad)
         return out
 
 
