@@ -1,5 +1,6 @@
 """Dense decoders: Qwen3, Llama 3 and Qwen2.5 as one pure function."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -147,6 +148,12 @@ def random_params(config: DenseConfig, *, seed: int, deviation: float = 0.02) ->
     return params
 
 
+@functools.lru_cache(maxsize=16)
+def _frequencies(config: DenseConfig, device: torch.device) -> tuple[Tensor, float]:
+    frequencies, factor = config.frequencies()
+    return frequencies.to(device), factor
+
+
 def _unobserved(name: str, value: Tensor) -> None:
     """The default observer of forward: looks away."""
 
@@ -178,8 +185,7 @@ def forward(
     Source: Qwen3 technical report, arXiv:2505.09388; Llama 3, arXiv:2407.21783; Qwen2.5, arXiv:2412.15115. Rotary pairs
         are (i, i + D/2), as Hugging Face checkpoints have them.
     """
-    with positions.device:
-        frequencies, factor = config.frequencies()
+    frequencies, factor = _frequencies(config, positions.device)
     cos, sin = rope_tables(positions, frequencies, factor)
     sizes = [config.heads, config.kv_heads, config.kv_heads]
     residual = embedding(tokens, params["embed_tokens.weight"])

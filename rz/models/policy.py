@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,47 +60,48 @@ def pack(batch: TrainBatch, *, share: bool = True) -> Packed:
 
     The last token of a response predicts nothing and is left out.
     """
-    prompts = [ids[:count] for ids, count in zip(batch.prompt_ids, batch.prompt_lengths.tolist(), strict=True)]
-    keys = [(group, tuple(prompt.tolist())) for group, prompt in zip(batch.group_ids.tolist(), prompts, strict=True)]
+    prompt_ids, response_ids, mask = (x.numpy() for x in (batch.prompt_ids, batch.response_ids, batch.mask))
+    prompts = [ids[:count] for ids, count in zip(prompt_ids, batch.prompt_lengths.tolist(), strict=True)]
+    keys = [(group, prompt.tobytes()) for group, prompt in zip(batch.group_ids.tolist(), prompts, strict=True)]
     members = Counter(keys)
-    tokens: list[Tensor] = []
-    positions, rows = [], []  # runs, as arguments of arange
+    tokens: list[np.ndarray] = []
+    positions, rows = [], []  # runs
     sequences: list[tuple[int, int | None]] = []  # length, prefix
-    shared: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # the sequence of a prompt, its last row
+    shared: dict[tuple[int, bytes], tuple[int, int]] = {}  # the sequence of a prompt, its last row
     total = 0  # tokens packed so far
 
-    def append(ids: Sequence[Tensor], first_position: int, prefix: int | None) -> int:
+    def append(ids: Sequence[np.ndarray], first_position: int, prefix: int | None) -> int:
         """Pack one more sequence; returns the place after its last token."""
         length = sum(map(len, ids))
         tokens.extend(ids)
-        positions.append((first_position, first_position + length))
+        positions.append(np.arange(first_position, first_position + length))
         sequences.append((length, prefix))
         return total + length
 
-    for key, prompt, ids, kept in zip(keys, prompts, batch.response_ids, batch.mask, strict=True):
+    for key, prompt, ids, kept in zip(keys, prompts, response_ids, mask, strict=True):
         sampled = ids[kept]
         response, count = sampled[:-1], len(sampled)
         if members[key] == 1 or not share:
             total = append((prompt, response), 0, None)
-            rows.append((total - count, total) if count else (total, total))
+            rows.append(np.arange(total - count, total) if count else np.arange(0))
             continue
         if key not in shared:
             total = append((prompt,), 0, None)
             shared[key] = len(sequences) - 1, total - 1
         sequence, last = shared[key]
         if count:
-            rows.append((last, last + 1))
+            rows.append(np.arange(last, last + 1))
         if count > 1:
             start, total = total, append((response,), len(prompt), sequence)
-            rows.append((start, total))
-    runs = lambda bounds: torch.cat([torch.arange(first, end) for first, end in bounds])
+            rows.append(np.arange(start, total))
     lengths, prefixes = zip(*sequences, strict=True)
+    join = lambda runs: torch.from_numpy(np.concatenate(runs))
     return Packed(
-        tokens=torch.cat(tokens),
-        positions=runs(positions),
+        tokens=join(tokens),
+        positions=join(positions),
         lengths=lengths,
         prefixes=prefixes,
-        rows=runs(rows) if rows else torch.zeros(0, dtype=torch.int64),
+        rows=join(rows) if rows else torch.zeros(0, dtype=torch.int64),
         targets=batch.response_ids[batch.mask],
     )
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,30 +52,31 @@ def _grouped(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 def gradient_batches(lengths: Sequence[int], prefixes: Sequence[int | None]) -> tuple[Batch, ...]:
     """Plan the gradient for sequences as WholeSequences takes them."""
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    before = [0 if prefix is None else lengths[prefix] for prefix in prefixes]
+    of_length, has_prefix = np.array(lengths), np.array([prefix is not None for prefix in prefixes])
+    starts = np.cumsum(of_length) - of_length
+    of_prefix = np.array([0 if prefix is None else prefix for prefix in prefixes])
+    before, prefix_starts = np.where(has_prefix, of_length[of_prefix], 0), starts[of_prefix]
     batches = []
-    for members in _grouped([a + b for a, b in zip(before, lengths, strict=True)]):
-        column = lambda values, members=members: torch.tensor([values[i] for i in members])[:, None]
-        prefix, own = column(before), column(lengths)
-        longest = int((prefix + own).max())
-        position = torch.arange(up(longest, KEY_QUANTUM))[None, :]
-        place = position.minimum(prefix + own - 1)
-        prefix_start = column([0 if i is None else starts[i] for i in prefixes])
-        padded = torch.where(place < prefix, prefix_start + place, column(starts) + place - prefix)
-        position, tokens = position[:, :longest], padded[:, :longest]
-        live = position < prefix + own
-        answered = live & (position >= prefix)
-        begin, end = int(tokens[0, 0]), int(tokens[0, 0]) + tokens.numel()
-        consecutive = torch.equal(tokens.flatten(), torch.arange(begin, end))
+    for members in _grouped((before + of_length).tolist()):
+        prefix, start, prefix_start = (x[members, None] for x in (before, starts, prefix_starts))
+        end = prefix + of_length[members, None]
+        longest = int(end.max())
+        position = np.arange(up(longest, KEY_QUANTUM))
+        place = np.minimum(position, end - 1)
+        padded = place + np.where(place < prefix, prefix_start, start - prefix)
+        tokens, position = padded[:, :longest], position[:longest]
+        live = position < end
+        own = live & (position >= prefix)
+        begin = int(tokens[0, 0])
+        consecutive = own.all() and np.array_equal(tokens.ravel(), np.arange(begin, begin + tokens.size))
         batches.append(
             Batch(
-                tokens=tokens,
-                own=answered,
-                live=live,
-                padded=padded,
+                tokens=torch.from_numpy(tokens),
+                own=torch.from_numpy(own),
+                live=torch.from_numpy(live),
+                padded=torch.from_numpy(padded),
                 first=int(prefix.min()) // KEY_QUANTUM * KEY_QUANTUM,
-                rows=slice(begin, end) if consecutive and answered.all() else None,
+                rows=slice(begin, begin + tokens.size) if consecutive else None,
             )
         )
     return tuple(batches)

@@ -1,5 +1,7 @@
 """Root-mean-square normalisation, alone and after a residual sum."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -12,12 +14,13 @@ from rz.ops.function import apply
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        rows, width = x.reshape(-1, x.shape[-1]), x.shape[-1]
-        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        scale = rows.new_empty((len(rows), 1), dtype=torch.float32)
-        for part in row_chunks(len(rows), width):
-            wide, target = rows[part].float().contiguous(), out[part]
-            square = torch.mul(wide, wide, out=scratch(target))
+        rows = x if x.ndim > 1 else x[None]
+        out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+        scale = rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
+        for part in row_chunks(len(rows), math.prod(rows.shape[1:])):
+            wide, target = rows[part].float(), out[part]
+            # A mean over strided memory would take another order.
+            square = torch.mul(wide, wide, out=scratch(target)).contiguous()
             root = torch.mean(square, -1, keepdim=True, out=scale[part]).add_(eps).rsqrt_()
             torch.mul(wide, root, out=target).mul_(weight)
         return out.view(x.shape), scale
@@ -33,13 +36,15 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx, grad: Tensor, _):
         x, weight, scale = ctx.saved_tensors
         width, wide_weight = x.shape[-1], weight.float()
-        rows, above = x.reshape(-1, width), grad.reshape(-1, width)
-        to_x, to_weight = torch.empty_like(rows, memory_format=torch.contiguous_format), torch.zeros_like(wide_weight)
-        for part in row_chunks(len(rows), width):
+        rows, above = (y if y.ndim > 1 else y[None] for y in (x, grad))
+        to_x = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+        to_weight = torch.zeros_like(wide_weight)
+        for part in row_chunks(len(rows), math.prod(rows.shape[1:])):
             value, up, root, target = rows[part].float(), above[part].float(), scale[part], to_x[part]
-            both = torch.mul(value, up, out=scratch(target))
-            to_weight.addmv_(both.t(), root[:, 0])
-            pull = torch.mv(both, wide_weight)[:, None].mul_(root**3 / -width)
+            both = torch.mul(value, up, out=scratch(target)).contiguous()
+            flat = both.view(-1, width)
+            to_weight.addmv_(flat.t(), root.flatten())
+            pull = torch.mv(flat, wide_weight).view(root.shape).mul_(root**3 / -width)
             torch.addcmul(torch.mul(up, wide_weight, out=both).mul_(root), value, pull, out=target)
         return to_x.view(x.shape), to_weight.to(weight.dtype), None
 
