@@ -22,6 +22,7 @@ from rz.certificate import certificate, check_certificate
 from rz.config import TrainConfig
 from rz.engine.interface import Engine
 from rz.evaluate import Accuracy, evaluate
+from rz.heap import keep_freed_memory
 from rz.lock import only_process
 from rz.loop import UpdateRecord, train
 from rz.models.dense import DenseConfig
@@ -132,6 +133,7 @@ def _certificate(config: TrainConfig, model: DenseConfig) -> dict[str, Any]:
 
 
 def _train(config: TrainConfig, *parts: Any) -> dict[str, Any]:
+    keep_freed_memory()
     stop = asyncio.Event()
     with _interruptible(stop, config.out):  # the closing too: a second Ctrl-C there is as any other
         return _train_until(stop, config, *parts)

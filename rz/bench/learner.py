@@ -17,6 +17,7 @@ from torch import Tensor
 from rz.batch import TrainBatch
 from rz.bench.worker import Worker
 from rz.config import DTYPES
+from rz.heap import keep_freed_memory
 from rz.models.hf import load_config, load_params
 from rz.models.make import make_tiny
 from rz.models.policy import response_logprobs
@@ -58,7 +59,8 @@ def _loss(logprobs: Tensor, batch: TrainBatch) -> Tensor:
 
 
 def _rz(folder: Path, dtype: torch.dtype) -> Callable[[TrainBatch], float]:
-    """What an update runs, casts of the float32 masters included."""
+    """What an update runs, casts of the float32 masters included, with the heap as a run sets it."""
+    keep_freed_memory()
     config = load_config(folder)
     params = load_params(folder, config)
 

@@ -15,10 +15,13 @@ class _SwiGlu(torch.autograd.Function):
         rows, width = gate_up.flatten(0, -2), gate_up.shape[-1] // 2
         out = gate_up.new_empty((len(rows), width))
         for part in row_chunks(len(rows), width):
-            gate, up = (half.float() for half in rows[part].chunk(2, -1))
+            gate, up = rows[part].chunk(2, -1)
+            wide, target = gate.float(), out[part]
             # exp over contiguous memory: a strided half would end in a scalar tail with other bits.
-            denominator = torch.neg(gate, out=scratch(out[part])).contiguous().exp_().add_(1)
-            torch.mul(torch.div(gate, denominator, out=denominator), up, out=out[part])
+            denominator = torch.neg(wide, out=scratch(target)).contiguous().exp_().add_(1)
+            product = torch.div(wide, denominator, out=denominator).mul_(up)
+            if target.dtype != torch.float32:
+                target.copy_(product)
         return out.view(*gate_up.shape[:-1], width)
 
     @staticmethod
