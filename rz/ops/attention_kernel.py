@@ -43,7 +43,7 @@ def fused(
     Args:
         queries: [I, H, R, D], keys and values: [I, H, K, D], same dtype; any strides but the last.
         mask: [I or 1, 1, R or 1, K] in that dtype, 0 or -inf, added to the scores.
-        causal: row i sees the keys up to i; then without mask.
+        causal: row i sees the keys up to i, rows from K on see all; then without mask.
     Returns: [I, H, R, D] of memory [I, R, H, D], and the log-sum-exp [I, H, R] float32. A row that sees no key gives 0
         and 0.
     """
@@ -118,7 +118,7 @@ def _part(
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """Rows at positions from `position` on and keys from `first_key` on: the kernel's result and the rows it left."""
     rows, count = queries.shape[2], keys.shape[2]
-    if window is None and position == first_key and rows == count:
+    if window is None and position == first_key and rows >= count:
         return fused(queries, keys, values, causal=True), None
     if window is None and position >= first_key + count - 1:
         return fused(queries, keys, values), None
@@ -141,19 +141,21 @@ def causal_attention(
     count = keys.shape[2]
     if count <= TILE or queries.dtype != torch.float32:
         return _part(queries, keys, values, first, 0, window)[0]
-    out, lse = torch.empty_like(queries), torch.empty(queries.shape[:-1], dtype=torch.float32)
+    state = None
     for start in range(0, count, TILE):
-        end = min(start + TILE, count)
-        for low, high in ((max(start, first), end), (max(end, first), count)):
+        end, low = min(start + TILE, count), max(start, first)
+        # A causal call answers the rows after the tile too, which see all of its keys.
+        bounds = (low, count) if window is None and low == start else (low, end, max(end, first), count)
+        parts = []
+        for low, high in zip(bounds[::2], bounds[1::2], strict=True):
             if low < high:
                 rows = slice(low - first, high - first)
-                part, empty = _part(
-                    queries[:, :, rows], keys[:, :, start:end], values[:, :, start:end], low, start, window
-                )
-                state = out[:, :, rows], lse[:, :, rows]
-                if start:
-                    add_tile(state, part, empty)
-                else:
-                    for x, y in zip(state, first_tile(part, empty), strict=True):
-                        x.copy_(y)
-    return out, lse
+                tile = keys[:, :, start:end], values[:, :, start:end]
+                parts.append((rows, *_part(queries[:, :, rows], *tile, low, start, window)))
+        if state is None:
+            states = [first_tile(new, empty) for _, new, empty in parts]
+            state = states[0] if len(states) == 1 else tuple(torch.cat(x, 2) for x in zip(*states, strict=True))
+        else:
+            for rows, new, empty in parts:
+                add_tile(tuple(x[:, :, rows] for x in state), new, empty)
+    return state
