@@ -83,12 +83,13 @@ async def train(
     drop_unscored: bool = False,
     overlap_steps: int = 0,
     first_prompt: int = 0,
+    donates: bool = False,
     resume: Snapshot | None = None,
 ) -> Any:
     """Make settings.updates updates, sampling and learning by turns or side by side.
 
     Args:
-        state: the learner's, with a `version`; never changed, replaced by what update returns.
+        state: the learner's, with a `version`; replaced by what update returns, and changed only if that donates.
         engine: serves the params of state, under the same version, with nothing running. It is left open, and ends with
             the params of the last publish.
         update: (state, batch) to (state one version later, metrics). Blocking; in a thread if overlap_steps > 0.
@@ -109,6 +110,9 @@ async def train(
             counted, instead of ending the run. An update of no group at all ends it. What is late is a matter of time,
             so a run that left a late one out need not repeat.
         overlap_steps: >= 0, engine steps beside each update (fewer if the engine runs out of work); 0 with exact_lag.
+        donates: update overwrites tensors of the state that it is given, but not where it raises ValueError. So no
+            snapshot can be made from then until the publish of what it returns; each update must be published before
+            the next begins, and none run beside the engine.
         first_prompt: index of the first prompt; later groups follow in order of index.
         resume: go on from here; engine serves resume.history[0] under resume.plan.served, and state is resume.state.
     Returns: the state after the last update.
@@ -122,6 +126,8 @@ async def train(
         raise ValueError(f"reward_timeout_s must be > 0 and finite, got {reward_timeout_s}")
     if overlap_steps < 0 or (overlap_steps and settings.exact_lag is not None):
         raise ValueError(f"overlap_steps must be >= 0, and 0 with exact_lag, got {overlap_steps}")
+    if donates and (overlap_steps or settings.publish_every > 1 or settings.exact_lag is not None):
+        raise ValueError("donates must be False with overlap_steps, publish_every > 1 or exact_lag, got True")
     if resume is None:
         plan = schedule.start(settings, version=state.version, first_prompt=first_prompt)
         resume = Snapshot(plan=plan, state=state, history=(publish_params(state),), responses=())
@@ -143,7 +149,23 @@ async def train(
         _restore(saved, engine, task, prompts, request, scored, replays)
         seen[saved.rollout.prompt_index, saved.rollout.sample] = len(saved.rollout.response_ids)
     boundary = plan, state, tuple(params)
-    last_snapshot = lambda: snapshot(*boundary, engine.running(), consumed | scored, replays)
+
+    def last_snapshot() -> Snapshot:
+        if boundary is None:
+            raise RuntimeError(
+                "a snapshot must be made before an update that donates or after its publish, got between"
+            )
+        return snapshot(*boundary, engine.running(), consumed | scored, replays)
+
+    def donating_update(state: Any, batch: TrainBatch) -> tuple[Any, Mapping[str, Any]]:
+        nonlocal boundary
+        before, boundary = boundary, None
+        try:
+            return update(state, batch)
+        except ValueError:
+            boundary = before
+            raise
+
     unaudited: list[Rollout] = []  # finished since the last audit
     seconds, steps, quiet, began = dict.fromkeys(PARTS, 0.0), 0, (0, None), perf_counter()
     under_way: asyncio.Task | None = None  # the update
@@ -161,7 +183,8 @@ async def train(
                     limit_s=reward_timeout_s,
                     drop_unscored=drop_unscored,
                 )
-                learn = _learn(gather, state, update, allowed, replays, seconds, beside=overlap_steps > 0)
+                step = donating_update if donates else update
+                learn = _learn(gather, state, step, allowed, replays, seconds, beside=overlap_steps > 0)
                 under_way = asyncio.create_task(learn)
                 await asyncio.sleep(0)  # it starts before the engine's next step
             idle = plan.in_flight == 0 and schedule.next_response(plan) is None

@@ -235,6 +235,8 @@ def _train_until(
 
     before = None if saved is None or saved.extra.get("before") is None else Accuracy(**saved.extra["before"])
     logged = mark()  # at the last snapshot
+    # Elsewhere the snapshot of the last publish needs the optimizer's old state while an update runs.
+    donate = not config.overlap_steps and config.publish_every == 1 and config.schedule.exact_lag is None
     began = time.perf_counter()
     watch()
     try:
@@ -260,7 +262,9 @@ def _train_until(
                     max_grad_norm=config.max_grad_norm or None,
                     microbatch_size=config.microbatch_size or None,
                     check=CHECKS[config.nonfinite],
+                    donate=donate,
                 ),
+                donates=donate,
                 audit=online_audit(model, dtype=config.torch_dtype, share=config.audit_share, run_seed=config.seed),
                 on_update=on_update,
                 on_response=lambda rollout: unused.__setitem__((rollout.prompt_index, rollout.sample), rollout),

@@ -53,3 +53,30 @@ def test_a_learner_whose_bits_are_not_the_engines_is_counted_at_lag_0(config, mo
     assert (
         rz.run.run(attrs.evolve(config, out=config.out.with_name("moved")), Arithmetic(), None)["tokens differing"] > 0
     )
+
+
+def test_a_run_by_turns_gives_its_optimizer_up_and_has_the_same_bits(config, monkeypatch):
+    real, given = rz.run.update, []
+
+    def noted(state, batch, *, donate, **settings):
+        after, metrics = real(state, batch, donate=donate, **settings)
+        names = list(state.optimizer.first)
+        given.append(all(after.optimizer.first[name] is state.optimizer.first[name] for name in names))
+        return after, metrics
+
+    def keeping(state, batch, *, donate, **settings):
+        return real(state, batch, donate=False, **settings)
+
+    runs = {}
+    for name, step in (("gives", noted), ("keeps", keeping)):
+        monkeypatch.setattr(rz.run, "update", step)
+        out = config.out.with_name(name)
+        rz.run.run(attrs.evolve(config, out=out), Arithmetic(), None)
+        timed = ("seconds", "memory", "per_second")
+        runs[name] = [{k: v for k, v in line.items() if not any(t in k for t in timed)} for line in read_metrics(out)]
+    assert given == [True] * 6 and runs["gives"] == runs["keeps"]
+    for mode in ({"overlap_steps": 2}, {"publish_every": 2}, {"exact_lag": 1}):
+        given.clear()
+        monkeypatch.setattr(rz.run, "update", noted)
+        rz.run.run(attrs.evolve(config, out=config.out.with_name(next(iter(mode))), **mode), Arithmetic(), None)
+        assert given == [False] * 6

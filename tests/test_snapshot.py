@@ -100,6 +100,64 @@ def test_a_run_that_fails_anywhere_leaves_the_snapshot_of_its_last_publish(step,
     assert replays(rest) == replays(whole[made:])
 
 
+def raising(error, at):
+    """remember, but the update after version `at` raises."""
+
+    def step(state, batch):
+        if state.version == at:
+            raise error
+        return remember(state, batch)
+
+    return step
+
+
+@pytest.mark.parametrize("donates", [False, True])
+@pytest.mark.parametrize(("error", "whole"), [(ValueError("bad gradient"), True), (MemoryError("full"), False)])
+def test_an_update_that_donates_and_fails_halfway_leaves_no_snapshot(donates, error, whole):
+    """What a ValueError refused is as it was; what ended otherwise may have been overwritten in part."""
+    ends = []
+    on_end = lambda snapshot: ends.append(snapshot)
+    engine, arguments = fresh(update=raising(error, 3), donates=donates, on_end=on_end)
+    with pytest.raises(type(error)):
+        run(engine, **arguments)
+    if whole or not donates:
+        assert ends[0]().state.version == 3
+    else:
+        with pytest.raises(
+            RuntimeError, match="a snapshot must be made before an update that donates or after its pub"
+        ):
+            ends[0]()
+
+
+def test_between_an_update_that_donates_and_its_publish_there_is_no_snapshot():
+    def audit(params, grown):  # between the two
+        if params["version"] == 2:
+            raise OSError("no more")
+        return {}
+
+    for donates in (False, True):
+        ends = []
+        engine, arguments = fresh(
+            audit=audit, donates=donates, on_end=lambda snapshot, ends=ends: ends.append(snapshot)
+        )
+        with pytest.raises(OSError, match="no more"):
+            run(engine, **arguments)
+        if donates:
+            with pytest.raises(RuntimeError, match="a snapshot must be made"):
+                ends[0]()
+        else:
+            assert ends[0]().state.version == 2
+
+
+@pytest.mark.parametrize(
+    "mode", [{"overlap_steps": 1}, {"settings": plan(publish_every=2)}, {"settings": plan(exact_lag=1)}]
+)
+def test_donated_state_is_refused_where_a_snapshot_needs_it(mode):
+    engine, arguments = fresh(donates=True, **mode)
+    with pytest.raises(ValueError, match="donates must be False with overlap_steps, publish_every > 1 or exact_lag"):
+        run(engine, **arguments)
+
+
 def test_a_stopped_run_leaves_its_snapshot_and_aborts():
     stop, ends = asyncio.Event(), []
     engine, arguments = fresh(stop=stop, on_end=lambda snapshot: ends.append(snapshot()))

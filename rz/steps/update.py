@@ -21,7 +21,7 @@ Params = dict[str, Tensor]
 
 @attrs.frozen(kw_only=True, eq=False)
 class PolicyState:
-    """What an update maps to the next. Fields never change; nor does anything write into their tensors.
+    """What an update maps to the next. Fields never change; only an update to which tensors are donated writes into them.
 
     Args:
         params: float32 masters, a flat dict by name.
