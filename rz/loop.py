@@ -9,29 +9,20 @@ ends, with its publish, after so many steps. So a run repeats itself, however lo
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
-from rz import schedule
-from rz.batch import Group, Prompt, Request, Rollout, TrainBatch, stack
+from rz import schedule, turn
+from rz.batch import Group, Request, Rollout, TrainBatch
 from rz.engine.interface import Engine
-from rz.rewards import Id, Task, cancel, in_thread, reward_of, rewarded
-from rz.schedule import Schedule, Settings
-from rz.snapshot import Params, Snapshot, snapshot, with_replay
-
-PARTS = ("rollout", "reward_wait", "update", "audit", "publish")  # of the time of an update
-STALL_STEPS = 10_000  # engine steps in which no response may gain a token before the run is ended
-UPDATE_LIMIT_S = 3600.0  # that the loop waits for an update that runs in a thread
-
-Replays = Mapping[Id, tuple[Tensor, Tensor]]  # places [M] int64 in the response and their logprobs [M] float32
-Audit = Callable[[Params, Sequence[tuple[Rollout, int]]], Replays]
+from rz.rewards import Id, Task, cancel, reward_of, rewarded
+from rz.schedule import Settings
+from rz.snapshot import Params, Snapshot, snapshot
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -74,7 +65,7 @@ async def train(
     temperature: float,
     update: Callable[[Any, TrainBatch], tuple[Any, Mapping[str, Any]]],
     publish_params: Callable[[Any], Params] = lambda state: state.params,
-    audit: Audit | None = None,
+    audit: turn.Audit | None = None,
     on_update: Callable[[UpdateRecord], None] | None = None,
     on_response: Callable[[Rollout], None] | None = None,
     on_end: Callable[[Callable[[], Snapshot]], None] | None = None,
@@ -140,13 +131,13 @@ async def train(
         resume.history if exact else resume.history[:1], maxlen=(settings.exact_lag or 0) + 1
     )  # [0] is served
     request = partial(Request, max_tokens=max_tokens, temperature=temperature, stop_ids=task.stop_ids)
-    prompts = {group.prompt_index: _prompt(task, group.prompt_index) for group in plan.groups}  # of open groups
+    prompts = {group.prompt_index: turn.prompt_of(task, group.prompt_index) for group in plan.groups}  # of open groups
     scored: dict[Id, tuple[Rollout, asyncio.Task[float]]] = {}  # finished, not consumed
     consumed: dict[Id, tuple[Rollout, asyncio.Task[float]]] = {}  # by updates since the last boundary
     replays: dict[Id, Tensor] = {}  # what was replayed of the open groups' responses
     seen: dict[Id, int] = {}  # tokens of theirs that the audit was shown
     for saved in resume.responses:
-        _restore(saved, engine, task, prompts, request, scored, replays)
+        turn.restore(saved, engine, task, prompts, request, scored, replays)
         seen[saved.rollout.prompt_index, saved.rollout.sample] = len(saved.rollout.response_ids)
     boundary = plan, state, tuple(params)
 
@@ -167,7 +158,7 @@ async def train(
             raise
 
     unaudited: list[Rollout] = []  # finished since the last audit
-    seconds, steps, quiet, began = dict.fromkeys(PARTS, 0.0), 0, (0, None), perf_counter()
+    seconds, steps, quiet, began = dict.fromkeys(turn.PARTS, 0.0), 0, (0, None), perf_counter()
     under_way: asyncio.Task | None = None  # the update
     left = 0  # engine steps until it ends
     try:
@@ -184,15 +175,15 @@ async def train(
                     drop_unscored=drop_unscored,
                 )
                 step = donating_update if donates else update
-                learn = _learn(gather, state, step, allowed, replays, seconds, beside=overlap_steps > 0)
+                learn = turn.learn(gather, state, step, allowed, replays, seconds, beside=overlap_steps > 0)
                 under_way = asyncio.create_task(learn)
                 await asyncio.sleep(0)  # it starts before the engine's next step
             idle = plan.in_flight == 0 and schedule.next_response(plan) is None
             if under_way is None or (left > 0 and not idle):
-                with _timed(seconds, "rollout"):
-                    plan = _fill(plan, engine, task, prompts, request, run_seed)
+                with turn.timed(seconds, "rollout"):
+                    plan = turn.fill(plan, engine, task, prompts, request, run_seed)
                     finished = engine.step()
-                steps, left, quiet = steps + 1, left - 1, _progress(engine, finished, quiet)
+                steps, left, quiet = steps + 1, left - 1, turn.progress(engine, finished, quiet)
                 for rollout in finished:
                     plan = schedule.finish(plan, rollout.prompt_index, rollout.sample)
                     reward = asyncio.create_task(reward_of(task, prompts[rollout.prompt_index], rollout))
@@ -206,17 +197,17 @@ async def train(
                 continue
             state, groups, left_out, batch, metrics = await under_way
             under_way = None
-            with _timed(seconds, "audit"):
+            with turn.timed(seconds, "audit"):
                 counts = (0, 0)
                 if audit is not None and steps:
-                    counts = _audited(audit, params[0], engine, unaudited, seen, replays)
+                    counts = turn.audited(audit, params[0], engine, unaudited, seen, replays)
                 unaudited.clear()
             for group in (*groups, *left_out):
                 del prompts[group.prompt.index]
                 for key in ((rollout.prompt_index, rollout.sample) for rollout in group.rollouts):
                     consumed[key] = scored.pop(key)
                     seen.pop(key, None)
-            with _timed(seconds, "publish"):
+            with turn.timed(seconds, "publish"):
                 published = schedule.due_version(plan) > engine.version
                 if published or exact:
                     params.append(publish_params(state))
@@ -231,7 +222,7 @@ async def train(
                         replays.pop(key, None)
                     consumed.clear()
             seconds["total"], began = perf_counter() - began, perf_counter()
-            own = _own_metrics(state.version, batch, counts, len(left_out), steps, seconds)
+            own = turn.own_metrics(state.version, batch, counts, len(left_out), steps, seconds)
             record = UpdateRecord(
                 state=state,
                 groups=groups,
@@ -242,7 +233,7 @@ async def train(
                 engine_steps=steps,
                 snapshot=last_snapshot if complete else None,
             )
-            seconds.update(dict.fromkeys(PARTS, 0.0))
+            seconds.update(dict.fromkeys(turn.PARTS, 0.0))
             steps = 0
             if on_update is not None:
                 on_update(record)
@@ -255,150 +246,3 @@ async def train(
             await cancel(pending, reward_timeout_s)
     engine.abort([(rollout.prompt_index, rollout.sample) for rollout in engine.running()])
     return state
-
-
-def _prompt(task: Task, index: int) -> Prompt:
-    prompt = task.prompt(index)
-    if prompt.index != index:
-        raise ValueError(f"prompt {index} of the task must have index {index}, got {prompt.index}")
-    return prompt
-
-
-def _restore(saved, engine: Engine, task: Task, prompts: Mapping[int, Prompt], request, scored, replays) -> None:
-    """Put a saved response back where it was: into the engine, or among the finished."""
-    rollout, key = saved.rollout, (saved.rollout.prompt_index, saved.rollout.sample)
-    if rollout.prompt_ids != prompts[key[0]].token_ids:
-        raise ValueError(f"prompt {key[0]} of the task must be the one that the run began with, got another")
-    if rollout.replay_logprobs is not None:
-        replays[key] = rollout.replay_logprobs
-    rollout = attrs.evolve(rollout, replay_logprobs=None)
-    if rollout.stop_reason == "running":
-        new = request(prompt_index=key[0], sample=key[1], prompt_ids=rollout.prompt_ids, seed=rollout.seed)
-        engine.submit(new, rollout)
-        return
-    known = asyncio.sleep(0, saved.reward) if saved.reward is not None else reward_of(task, prompts[key[0]], rollout)
-    scored[key] = rollout, asyncio.create_task(known)
-
-
-def _fill(
-    plan: Schedule,
-    engine: Engine,
-    task: Task,
-    prompts: dict[int, Prompt],
-    request: Callable[..., Request],
-    run_seed: int,
-) -> Schedule:
-    """Submit what the schedule allows; the prompt of a new group enters `prompts`."""
-    while (response := schedule.next_response(plan)) is not None:
-        index, sample = response
-        if sample == 0:
-            prompts[index] = _prompt(task, index)
-        seed = schedule.sample_seed(run_seed, index, sample)
-        engine.submit(request(prompt_index=index, sample=sample, prompt_ids=prompts[index].token_ids, seed=seed))
-        plan = schedule.submit(plan)
-    return plan
-
-
-async def _learn(gather, state, update, allowed: range, replays, seconds: dict[str, float], *, beside: bool):
-    """One update, from its rewards on: (state, groups, groups left out, batch, metrics)."""
-    with _timed(seconds, "reward_wait"):
-        groups, left_out = await gather()
-    known = lambda rollout: with_replay(rollout, replays.get((rollout.prompt_index, rollout.sample)))
-    groups = tuple(attrs.evolve(group, rollouts=[known(rollout) for rollout in group.rollouts]) for group in groups)
-    _check_versions(groups, allowed)
-    batch, before = stack(groups), state.version
-    with _timed(seconds, "update"):
-        if beside:
-            thread = in_thread(update, state, batch)
-            try:
-                await asyncio.wait([thread], timeout=UPDATE_LIMIT_S)
-            except asyncio.CancelledError:  # the run is ending: a thread that computes then would abort the process
-                await asyncio.wait([thread])
-                raise
-            if not thread.done():
-                raise TimeoutError(f"update to version {before + 1} must end within {UPDATE_LIMIT_S} s, got none")
-            outcome, error = thread.result()
-            if error is not None:
-                raise error
-            state, metrics = outcome
-        else:
-            state, metrics = update(state, batch)
-    if state.version != before + 1:
-        raise RuntimeError(f"update must return version {before + 1}, got {state.version}")
-    return state, groups, left_out, batch, metrics
-
-
-def _check_versions(groups: Iterable[Group], allowed: range) -> None:
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        versions = rollout.policy_versions
-        name = f"policy_versions of prompt {rollout.prompt_index}, sample {rollout.sample}"
-        if (versions.diff() < 0).any():
-            raise RuntimeError(f"{name} must never fall, got {versions.tolist()}")
-        if versions.numel() and not (allowed[0] <= int(versions[0]) and int(versions[-1]) <= allowed[-1]):
-            raise RuntimeError(f"{name} must be within {allowed[0]} to {allowed[-1]}, got {versions.tolist()}")
-
-
-def _audited(
-    audit: Audit,
-    params: Params,
-    engine: Engine,
-    finished: Iterable[Rollout],
-    seen: dict[Id, int],
-    replays: dict[Id, Tensor],
-) -> tuple[int, int]:
-    """(tokens replayed, tokens whose bits differ); what was replayed enters `replays`, what was shown `seen`."""
-    known = {(r.prompt_index, r.sample): r for r in (*finished, *engine.running())}
-    grown = {key: seen.get(key, 0) for key, r in known.items() if len(r.response_ids) > seen.get(key, 0)}
-    tokens = differing = 0
-    for key, (places, values) in audit(params, [(known[key], first) for key, first in grown.items()]).items():
-        reported = known[key].behaviour_logprobs[places]
-        tokens += len(places)
-        differing += int((values.view(torch.int32) != reported.view(torch.int32)).sum())
-        before = with_replay(known[key], replays.get(key, values[:0]))
-        replays[key] = before.replay_logprobs.index_put((places,), values)
-    seen |= {key: len(known[key].response_ids) for key in grown}
-    return tokens, differing
-
-
-def _own_metrics(
-    version: int, batch: TrainBatch, counts: tuple[int, int], dropped: int, steps: int, seconds: Mapping[str, float]
-) -> dict[str, float]:
-    lags = (version - 1 - batch.policy_versions)[batch.mask]
-    return {
-        "policy_version": version,
-        "tokens": lags.numel(),
-        "lag_mean": float(lags.double().mean()) if lags.numel() else 0.0,
-        "lag_max": int(lags.max()) if lags.numel() else 0,
-        "audited_tokens": counts[0],
-        "differing_tokens": counts[1],
-        "dropped_groups": dropped,
-        "engine_steps": steps,
-        "seconds": seconds["total"],
-        **{f"{part}_seconds": seconds[part] for part in PARTS},
-    }
-
-
-def _progress(engine: Engine, finished: Sequence[Rollout], quiet: tuple[int, int | None]) -> tuple[int, int | None]:
-    """(steps since a response finished, tokens in flight when last counted); RuntimeError if the engine stalls."""
-    if finished:
-        return 0, None
-    steps, before = quiet[0] + 1, quiet[1]
-    if steps % STALL_STEPS:
-        return steps, before
-    running = engine.running()
-    tokens = sum(len(rollout.response_ids) for rollout in running)
-    if tokens == before:
-        ids = [(rollout.prompt_index, rollout.sample) for rollout in running[:8]]
-        raise RuntimeError(
-            f"engine must sample a token within {STALL_STEPS} steps, got none; {len(running)} responses "
-            f"are in flight, the first of them (prompt, sample) {ids}"
-        )
-    return steps, tokens
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
-    """Add the time of the block to seconds[part]."""
-    began = perf_counter()
-    yield
-    seconds[part] += perf_counter() - began

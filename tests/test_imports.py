@@ -18,7 +18,8 @@ ROOMS = {  # folder or file: what of rz it may import beside itself
     "rz/schedule.py": (),
     "rz/rewards.py": ("rz.batch",),
     "rz/snapshot.py": ("rz.batch", "rz.rewards", "rz.schedule"),
-    "rz/loop.py": ("rz.batch", "rz.schedule", "rz.rewards", "rz.snapshot", "rz.engine.interface"),
+    "rz/turn.py": ("rz.batch", "rz.schedule", "rz.rewards", "rz.snapshot", "rz.engine.interface"),
+    "rz/loop.py": ("rz.turn", "rz.batch", "rz.schedule", "rz.rewards", "rz.snapshot", "rz.engine.interface"),
 }
 LIGHT = "rz rz.batch rz.ops rz.steps rz.models.hf rz.models.policy rz.engine.plain rz.schedule rz.loop rz.tasks"
 HEAVY = "vllm triton transformers rich tyro matplotlib tensorboard reasoning_gym"

@@ -9,7 +9,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from scripted_engine import LOGPROB, Learner, ScriptedEngine, Sums, consumed, learn, plan, run, token, uneven
 
-from rz import loop
+from rz import turn
 from rz.schedule import sample_seed
 
 # Lag
@@ -234,8 +234,8 @@ def test_metrics_have_one_rising_step_axis_and_each_name_once():
     assert sum(record.metrics["tokens"] for record in records) == sum(uneven(p, s) for p in range(16) for s in range(2))
     for record in records:
         assert record.metrics["tokens"] == record.batch.mask.sum()
-        assert record.metrics["seconds"] == record.seconds["total"] >= sum(record.seconds[part] for part in loop.PARTS)
-        assert all(record.metrics[f"{part}_seconds"] == record.seconds[part] for part in loop.PARTS)
+        assert record.metrics["seconds"] == record.seconds["total"] >= sum(record.seconds[part] for part in turn.PARTS)
+        assert all(record.metrics[f"{part}_seconds"] == record.seconds[part] for part in turn.PARTS)
         assert record.metrics["audited_tokens"] == record.metrics["differing_tokens"] == 0
         assert record.metrics["engine_steps"] == record.engine_steps
 

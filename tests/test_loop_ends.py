@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scripted_engine import Learner, ScriptedEngine, Sums, arguments, learn, plan, run, uneven
 
-from rz import loop
+from rz import turn
 from rz.loop import train
 
 # Stopping
@@ -150,7 +150,7 @@ def test_a_run_that_fails_beside_an_update_waits_for_its_thread():
 
 @pytest.mark.parametrize("duration", [10**9, None])
 def test_an_engine_that_stalls_ends_the_run(duration, monkeypatch):
-    monkeypatch.setattr(loop, "STALL_STEPS", 20)
+    monkeypatch.setattr(turn, "STALL_STEPS", 20)
 
     class Stalled(ScriptedEngine):
         def step(self):
@@ -169,7 +169,7 @@ def test_an_engine_that_stalls_ends_the_run(duration, monkeypatch):
 @pytest.mark.parametrize("length", [50, 7])
 def test_a_long_response_is_no_stall(length, monkeypatch):
     # With length 7 each wave of responses is counted once, after 5 steps, and has the same number of tokens then.
-    monkeypatch.setattr(loop, "STALL_STEPS", 5)
+    monkeypatch.setattr(turn, "STALL_STEPS", 5)
     records, _ = run(ScriptedEngine(lambda prompt, sample: length), settings=plan(slots=4, max_lag=0))
     assert len(records) == 8
 

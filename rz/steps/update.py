@@ -21,7 +21,7 @@ Params = dict[str, Tensor]
 
 @attrs.frozen(kw_only=True, eq=False)
 class PolicyState:
-    """What an update maps to the next. Fields never change; only an update to which tensors are donated writes into them.
+    """What an update maps to the next. Fields never change, nor do their tensors but by an update they are donated to.
 
     Args:
         params: float32 masters, a flat dict by name.
