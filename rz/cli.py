@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import tyro  # noqa: E402
 
+from rz import measures  # noqa: E402
 from rz.commands import (  # noqa: E402
     AuditCommand,
     BenchAsyncCommand,
@@ -38,15 +39,6 @@ from rz.experiments.kills import KillsCommand  # noqa: E402
 from rz.experiments.lag import LagConfig  # noqa: E402
 from rz.experiments.soak import SoakConfig  # noqa: E402
 from rz.verify.prove import ProveConfig  # noqa: E402
-
-
-def _print(values: dict[str, Any], as_json: bool, title: str) -> None:
-    from rz.report import table
-
-    if as_json:
-        print(json.dumps(values))
-    else:
-        table(title, values)
 
 
 def _demo(config: DemoConfig) -> int:
@@ -115,7 +107,7 @@ def _audit(command: AuditCommand) -> int:
     values = {"tokens": result.tokens, "differing": result.differing, "max_abs": farthest}
     if result.differing:
         values |= {"first": result.first, "op": where}
-    _print(values, command.json, f"rz audit {command.run}")
+    measures.show(values, command.json, f"rz audit {command.run}")
     return 1 if result.differing else 0
 
 
@@ -127,9 +119,9 @@ def _verify_device(command: VerifyCommand) -> int:
         print(json.dumps(found))
     else:
         tables = ("alignment", "float32_error", "speed")
-        _print({name: value for name, value in found.items() if name not in tables}, False, "rz verify")
+        measures.show({name: value for name, value in found.items() if name not in tables}, False, "rz verify")
         for name in tables:
-            _print(found[name], False, name)
+            measures.show(found[name], False, name)
     return 0 if found["passed"] else 1
 
 
@@ -157,7 +149,7 @@ def _verify(command: VerifyCommand) -> int:
     if command.json:
         print(json.dumps({name: result.passed for name, result in results.items()}))
     else:
-        _print({n: "ok" if r.passed else f"FAILED {r.detail}" for n, r in results.items()}, False, "rz verify")
+        measures.show({n: "ok" if r.passed else f"FAILED {r.detail}" for n, r in results.items()}, False, "rz verify")
     return 0 if all(result.passed for result in results.values()) else 1
 
 
@@ -169,7 +161,7 @@ def _kernels(command: KernelsCommand) -> int:
     if command.json:
         print(json.dumps({"kernels": [attrs.asdict(row) | {"fits": row.fits} for row in rows]}))
     else:
-        _print({row.name: str(row) for row in rows}, False, "rz kernels")
+        measures.show({row.name: str(row) for row in rows}, False, "rz kernels")
     return 0 if all(row.fits for row in rows) else 1
 
 
@@ -192,96 +184,7 @@ def _eval(command: EvalCommand) -> int:
         dtype=DTYPES[command.dtype],
         seed=command.seed,
     )
-    _print(attrs.asdict(accuracy), command.json, f"rz eval {command.model}")
-    return 0
-
-
-def _bench_rollout(command: BenchRolloutCommand) -> int:
-    from rz.bench.rollout import bench_rollout
-
-    values = bench_rollout(
-        command.model,
-        dtype=command.dtype,
-        sequences=command.sequences,
-        prompt_tokens=command.prompt_tokens,
-        response_tokens=command.response_tokens,
-        rounds=command.rounds,
-    )
-    _print(values, command.json, "rz bench rollout")
-    return 0
-
-
-def _bench_learner(command: BenchLearnerCommand) -> int:
-    from rz.bench.learner import bench_learner
-    from rz.report import table
-
-    values = bench_learner(
-        models=command.models,
-        lengths=command.lengths,
-        dtype=None if command.dtype == "default" else command.dtype,
-        tokens=command.tokens,
-        rounds=command.rounds,
-    )
-    if command.json:
-        print(json.dumps(values))
-        return 0
-    for case in values["cases"]:
-        table(f"rz bench learner, {case['model']} {case['dtype']}, {case['sequences']} x {case['length']} tokens", case)
-    return 0
-
-
-def _bench_async(command: BenchAsyncCommand) -> int:
-    from rz.bench.asynchronous import bench_async
-
-    settings = attrs.asdict(command)
-    as_json = settings.pop("json")
-    values = bench_async(**settings)
-    _print(values, as_json, "rz bench async")
-    return 1 if any(value for name, value in values.items() if name.endswith("_differing")) else 0
-
-
-def _bench_step(command: BenchStepCommand) -> int:
-    from rz.bench.step import bench_step
-
-    settings = attrs.asdict(command)
-    as_json = settings.pop("json")
-    with contextlib.redirect_stdout(sys.stderr):  # the progress of the runs
-        values = bench_step(**settings)
-    _print(values, as_json, "rz bench step")
-    return 1 if values["differing_tokens"] else 0
-
-
-def _prove(config: ProveConfig) -> int:
-    from rz.verify.prove import prove
-
-    values = prove(config)
-    _print(values if config.json else {n: v for n, v in values.items() if n != "results"}, config.json, "rz prove")
-    return 0 if values["passed"] else 1
-
-
-def _kills(command: KillsCommand) -> int:
-    from rz.experiments.kills import kills
-
-    show = lambda text: print(text, file=sys.stderr, flush=True)
-    values = kills(engine=command.engine, count=command.count, seed=command.seed, show=show)
-    _print(values, command.json, "rz experiment kills")
-    return 1 if values["differing"] else 0
-
-
-def _soak(config: SoakConfig) -> int:
-    from rz.experiments.soak import rows, soak
-
-    summary = soak(config)
-    _print(summary if config.json else rows(summary), config.json, "rz experiment soak")
-    return 1 if summary["differing_tokens"] else 0
-
-
-def _lag(config: LagConfig) -> int:
-    from rz.experiments.lag import lag
-    from rz.experiments.lag_report import rows
-
-    summary = lag(config, show=lambda text: print(text, file=sys.stderr, flush=True))
-    _print(summary if config.json else rows(summary), config.json, "rz experiment lag: reward of the last policy")
+    measures.show(attrs.asdict(accuracy), command.json, f"rz eval {command.model}")
     return 0
 
 
@@ -312,14 +215,14 @@ RUN = {
     VerifyCommand: _verify,
     KernelsCommand: _kernels,
     EvalCommand: _eval,
-    BenchRolloutCommand: _bench_rollout,
-    BenchAsyncCommand: _bench_async,
-    BenchStepCommand: _bench_step,
-    BenchLearnerCommand: _bench_learner,
-    ProveConfig: _prove,
-    KillsCommand: _kills,
-    SoakConfig: _soak,
-    LagConfig: _lag,
+    BenchRolloutCommand: measures.run_bench_rollout,
+    BenchAsyncCommand: measures.run_bench_async,
+    BenchStepCommand: measures.run_bench_step,
+    BenchLearnerCommand: measures.run_bench_learner,
+    ProveConfig: measures.run_prove,
+    KillsCommand: measures.run_kills,
+    SoakConfig: measures.run_soak,
+    LagConfig: measures.run_lag,
     Smollm2Command: _smollm2,
     TinyCommand: _tiny,
 }
