@@ -55,12 +55,19 @@ class Packed:
     targets: Tensor
 
 
+def _array(x: Tensor) -> np.ndarray:
+    """x as it is, or where torch.func is at work, whose tensors have no memory to share, a copy as int64 or bool."""
+    if torch._C._are_functorch_transforms_active():
+        return np.array(x.tolist(), dtype=bool if x.dtype == torch.bool else np.int64)
+    return x.numpy()
+
+
 def pack(batch: TrainBatch, *, share: bool = True) -> Packed:
     """Pack the responses of a batch: those of one group with equal prompts follow one copy of the prompt, if shared.
 
     The last token of a response predicts nothing and is left out.
     """
-    prompt_ids, response_ids, mask = (x.numpy() for x in (batch.prompt_ids, batch.response_ids, batch.mask))
+    prompt_ids, response_ids, mask = map(_array, (batch.prompt_ids, batch.response_ids, batch.mask))
     prompts = [ids[:count] for ids, count in zip(prompt_ids, batch.prompt_lengths.tolist(), strict=True)]
     keys = [(group, prompt.tobytes()) for group, prompt in zip(batch.group_ids.tolist(), prompts, strict=True)]
     members = Counter(keys)

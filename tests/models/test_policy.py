@@ -43,6 +43,17 @@ def unshared(batch):
 MIXED = example({7: 3, 2: 1, 5: 130}, [4, 9, 1, 0, 150, 2, 6, 1], [7, 2, 7, 7, 5, 2, 5, 5])
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_gradients_by_torch_func_are_those_of_backward(within):
+    batch = example({7: 3, 2: 1}, [4, 9, 1, 0], [7, 2, 7, 7])
+    loss = lambda params, batch: response_logprobs(params, CONFIG, batch, dtype=torch.float32).sum()
+    rows = batch.rows(1, 4)
+    leaves = {name: value.clone().requires_grad_() for name, value in PARAMS.items()}
+    loss(leaves, rows).backward()
+    grads = torch.func.grad(lambda params: loss(params, batch.rows(1, 4) if within else rows))(PARAMS)
+    assert all(torch.equal(grads[name], leaf.grad) for name, leaf in leaves.items())
+
+
 def test_packed_by_hand():
     # Group 7 has prompt a b and responses c d e, f and none; group 2 prompt g and response h i, alone.
     batch = attrs.evolve(
