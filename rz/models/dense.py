@@ -149,9 +149,11 @@ def random_params(config: DenseConfig, *, seed: int, deviation: float = 0.02) ->
 
 
 @functools.lru_cache(maxsize=16)
-def _frequencies(config: DenseConfig, device: torch.device) -> tuple[Tensor, float]:
-    frequencies, factor = config.frequencies()
-    return frequencies.to(device), factor
+def _frequencies(config: DenseConfig) -> tuple[tuple[float, ...], float]:
+    """As numbers: a tensor made within torch.func, or under another default device, would be of no use outside."""
+    with torch.device("cpu"):
+        frequencies, factor = config.frequencies()
+    return tuple(frequencies.tolist()), factor
 
 
 def _unobserved(name: str, value: Tensor) -> None:
@@ -185,7 +187,8 @@ def forward(
     Source: Qwen3 technical report, arXiv:2505.09388; Llama 3, arXiv:2407.21783; Qwen2.5, arXiv:2412.15115. Rotary pairs
         are (i, i + D/2), as Hugging Face checkpoints have them.
     """
-    frequencies, factor = _frequencies(config, positions.device)
+    frequencies, factor = _frequencies(config)
+    frequencies = torch.tensor(frequencies, dtype=torch.float32, device=positions.device)
     cos, sin = rope_tables(positions, frequencies, factor)
     sizes = [config.heads, config.kv_heads, config.kv_heads]
     residual = embedding(tokens, params["embed_tokens.weight"])

@@ -99,6 +99,26 @@ def test_gradients_agree_with_transformers(tmp_path):
         torch.testing.assert_close(grads[name], expected, rtol=1e-3, atol=1e-5)
 
 
+def test_frequencies_are_kept_whatever_ran_first():
+    config = example(rope_theta=1e3)  # no other test has it
+    params, (tokens, positions) = random_params(config, seed=0), packed((9,))
+    run = lambda params: forward(params, config, tokens, positions, WholeSequences((9,))).square().sum()
+    torch.func.grad(lambda params: torch.func.grad_and_value(run)(params)[1])(params)  # two transforms deep
+    assert torch.equal(torch.func.grad_and_value(run)(params)[1], run(params))  # one, and none
+
+
+def test_frequencies_are_made_on_one_device_whatever_the_default():
+    class Alone:
+        def attend(self, layer, q, k, v, *, window):
+            return q
+
+    config = example(rope_theta=2e3)
+    params, (tokens, positions) = random_params(config, seed=0), packed((9,))
+    with torch.device("meta"):
+        first = forward(params, config, tokens, positions, Alone())
+    assert torch.equal(first, forward(params, config, tokens, positions, Alone()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 99))
 @settings(max_examples=10, deadline=None)
