@@ -24,7 +24,7 @@ def test_quotient_is_rounded_before_the_weight_multiplies():
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 63), (257, 64), (5, 4, 32)])
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64), (1, 1), (3, 63), (257, 64), (5, 4, 32)])
 def test_value_against_float64(dtype, shape):
     x, weight = 3 * normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype, seed=1)
     got = rms_norm(x, weight, eps=1e-5)
@@ -37,7 +37,7 @@ def test_row_of_zeros_gives_zeros():
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", [(6, 33), (4, 3, 16)])
+@pytest.mark.parametrize("shape", [(6, 33), (4, 3, 16), (4, 0, 16)])
 def test_gradients_against_float64(dtype, shape):
     x, weight, above = normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype, seed=1), normal(*shape, seed=2)
     loss = lambda x, weight: (rms_norm(x, weight, eps=1e-5).float() * above).sum()
