@@ -4,12 +4,14 @@ import sys
 
 import pytest
 
+from rz import heap
+
 FAULTS = """
 import resource, torch
 from rz.heap import keep_freed_memory
 {call}
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for number in range(3):
+for number in range(30):  # the first may find the holes of freed blocks a few bytes short
     before = faults()
     tensor = torch.ones(64 << 18)  # 64 MB, more than glibc's own threshold ever keeps
     del tensor
@@ -28,3 +30,25 @@ def faults(call):
 def test_freed_memory_is_used_again():  # 64 MB are 16,384 pages of 4 kB; huge pages would take 32 faults
     assert faults("assert keep_freed_memory()") < 20
     assert faults("") >= 32
+
+
+class Library:
+    """A C library whose mallopt refuses a threshold of mmap above `limit` bytes."""
+
+    def __init__(self, limit):
+        self.limit, self.values = limit, {}
+
+    def mallopt(self, name, value):
+        if name == heap.MMAP_THRESHOLD and value > self.limit:
+            return 0
+        self.values[name] = value
+        return 1
+
+
+@pytest.mark.parametrize(("limit", "made"), [(32 << 20, set()), (1 << 31, {heap.TRIM_THRESHOLD, heap.MMAP_THRESHOLD})])
+def test_both_settings_are_made_or_none(limit, made, monkeypatch):
+    """One alone stops the threshold of mmap from growing by itself: more memory would be handed back than before."""
+    library = Library(limit)
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: library)
+    assert heap.keep_freed_memory() == bool(made)
+    assert library.values.keys() == made
