@@ -92,11 +92,26 @@ def update(
         gains = advantages[start : start + len(logprobs)]
         return loss_fn(logprobs, rows, advantages=gains, weights=weights, denominator=denominator)
 
-    after, metrics, logprobs = _descend(
+    def measured(logprobs: Tensor) -> dict[str, float]:
+        trained, nonfinite = check(logprobs, batch)
+        gaps = gap_metrics(logprobs, trained, policy_version=state.version)
+        gaps |= lag_kernel_split(logprobs, trained, policy_version=state.version)
+        return (
+            gaps
+            | _reward_metrics(batch)
+            | {
+                "advantage_abs_mean": float(advantages.abs().mean()),
+                "nonfinite_tokens": float(nonfinite),
+                "dropped_responses": float((batch.mask.any(1) & ~trained.mask.any(1)).sum()),
+            }
+        )
+
+    return _descend(
         state,
         batch,
         rows_loss,
         logprobs_fn,
+        measured,
         learning_rate=learning_rate,
         max_grad_norm=max_grad_norm,
         weight_decay=weight_decay,
@@ -105,14 +120,6 @@ def update(
         donate=donate,
         donate_params=donate_params,
     )
-    trained, nonfinite = check(logprobs, batch)
-    gaps = gap_metrics(logprobs, trained, policy_version=state.version)
-    gaps |= lag_kernel_split(logprobs, trained, policy_version=state.version)
-    return after, metrics | gaps | _reward_metrics(batch) | {
-        "advantage_abs_mean": float(advantages.abs().mean()),
-        "nonfinite_tokens": float(nonfinite),
-        "dropped_responses": float((batch.mask.any(1) & ~trained.mask.any(1)).sum()),
-    }
 
 
 def supervised_update(
@@ -138,11 +145,12 @@ def supervised_update(
     def rows_loss(logprobs: Tensor, rows: TrainBatch, start: int) -> Tensor:
         return supervised_loss(logprobs, rows, denominator=response_count(batch))
 
-    after, metrics, _ = _descend(
+    return _descend(
         state,
         batch,
         rows_loss,
         logprobs_fn,
+        lambda logprobs: {"tokens": float(batch.mask.sum())},
         learning_rate=learning_rate,
         max_grad_norm=max_grad_norm,
         weight_decay=weight_decay,
@@ -151,7 +159,6 @@ def supervised_update(
         donate=donate,
         donate_params=donate_params,
     )
-    return after, metrics | {"tokens": float(batch.mask.sum())}
 
 
 def _descend(
@@ -159,12 +166,14 @@ def _descend(
     batch: TrainBatch,
     rows_loss: Callable[[Tensor, TrainBatch, int], Tensor],
     logprobs_fn: Callable[[Params, TrainBatch], Tensor],
+    measured: Callable[[Tensor], dict[str, float]],
     *,
     max_grad_norm: float | None,
     microbatch_size: int | None,
     **optimizer: Any,
-) -> tuple[PolicyState, dict[str, float], Tensor]:
-    """One optimiser step down the sum of rows_loss over microbatches; the new state, metrics, logprobs [B, T]."""
+) -> tuple[PolicyState, dict[str, float]]:
+    """One optimiser step down the sum of rows_loss over microbatches; the new state, and metrics with those measured of
+    the logprobs [B, T]: before the step, as they may refuse the batch."""
     if microbatch_size is not None and microbatch_size < 1:
         raise ValueError(f"microbatch_size must be >= 1 or None, got {microbatch_size}")
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in state.params.items()}
@@ -195,6 +204,7 @@ def _descend(
         grads, norm = clip_by_global_norm(grads, max_norm=max_grad_norm)
     if not math.isfinite(grad_norm := float(norm)):
         raise ValueError(f"grad_norm must be finite, got {grad_norm}")
+    more = measured(torch.cat(parts))
     params, after = adamw(state.params, grads, state.optimizer, **optimizer)
     metrics = {
         "loss": float(loss),
@@ -203,7 +213,7 @@ def _descend(
         "responses": float(responses),
         "response_length_mean": float(batch.mask.sum(1).double().mean()),
     }
-    return PolicyState(params=params, optimizer=after, version=state.version + 1), metrics, torch.cat(parts)
+    return PolicyState(params=params, optimizer=after, version=state.version + 1), metrics | more
 
 
 def _reward_metrics(batch: TrainBatch) -> dict[str, float]:

@@ -139,3 +139,17 @@ def test_bad_input_is_refused_and_named():
 
 def batch_at(batch, version):
     return attrs.evolve(batch, policy_versions=torch.full_like(batch.policy_versions, version))
+
+
+def test_a_donated_state_is_whole_after_an_update_that_was_refused():
+    state = initial()
+    batch = sampled(state)
+    newer = attrs.evolve(batch, policy_versions=torch.full_like(batch.policy_versions, state.version + 1))
+    before = {name: bits(tensors) for name, tensors in whole(state)}
+    with pytest.raises(ValueError, match="policy_version must be >= the version of every token, got 3"):
+        run(state, newer, donate=True, donate_params=True)
+    assert all(equal(bits(tensors), before[name]) for name, tensors in whole(state))
+
+
+def whole(state):
+    return (("params", state.params), ("first", state.optimizer.first), ("second", state.optimizer.second))
