@@ -11,7 +11,7 @@ def keep_freed_memory() -> bool:
 
     By default glibc hands much of them back to the system, and each page of the next such tensor is a fault, which
     costs more than the arithmetic of a small op. What was freed stays resident, and peak memory grows a little: a freed
-    block is often a few bytes short of an aligned one of its own size, so that up to some eight of each size lie unused.
+    block is often a few bytes short of an aligned one of its size, so that up to some eight of each size lie unused.
 
     Returns: whether the C library takes the setting; False, and nothing changes, if it is not glibc.
     Source: mallopt(3) of the GNU C library.
