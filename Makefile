@@ -3,7 +3,6 @@ SHELL := /bin/bash
 PYTHON := $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$python && break; done)
 TORCH := $(shell sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
-export OMP_WAIT_POLICY := PASSIVE
 export UV_COMPILE_BYTECODE_TIMEOUT := 600
 
 .PHONY: demo test lint .venv
@@ -11,6 +10,8 @@ export UV_COMPILE_BYTECODE_TIMEOUT := 600
 demo: .venv/installed-cpu
 	.venv/bin/rz demo
 
+# Many processes share the cores: none of their threads may spin.
+test: export OMP_WAIT_POLICY := PASSIVE
 test: .venv/installed-test
 	.venv/bin/pytest
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import attrs
 
-# OpenMP reads these when torch is first imported: threads that spin while others work slow everything ten-fold.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# OpenMP reads these when torch is first imported. Threads that wait for work spin for about half a millisecond: without
+# that small ops wait for them, and as long as by default (30 times that) they slow all else on the machine ten-fold.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import tyro  # noqa: E402
