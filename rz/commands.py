@@ -162,7 +162,7 @@ class BenchAsyncCommand:
         model: checkpoint folder; without it a random Qwen3 of 2 layers x 128.
         updates: of a round.
         rounds: measurements of each; medians are compared.
-        modes: loops to compare, sync among them: turns, thread, process, and with _2 publishing every two updates.
+        modes: loops to compare, sync among them: turns, thread, process; with _K publishing every K updates.
         audit_share: part of the responses that is replayed.
         sigma: of the logarithm of a length; with 1 the median is 24.
         longest: tokens at which a response is cut.
@@ -172,8 +172,8 @@ class BenchAsyncCommand:
     model: Path | None = None
     updates: int = 48
     rounds: int = 3
-    modes: tuple[Literal["sync", "turns", "turns_2", "thread", "process", "process_2"], ...] = (
-        "sync", "turns", "turns_2", "thread", "process", "process_2",
+    modes: tuple[Literal["sync", "turns", "turns_2", "turns_4", "turns_8", "thread", "process", "process_2"], ...] = (
+        "sync", "turns", "turns_2", "turns_4", "thread", "process",
     )  # fmt: skip
     audit_share: float = 0.1
     sigma: float = 1.0

@@ -39,6 +39,8 @@ MODES: dict[str, dict[str, Any]] = {
     "sync": {"max_lag": 0},
     "turns": {},
     "turns_2": {"publish_every": 2},
+    "turns_4": {"publish_every": 4},
+    "turns_8": {"publish_every": 8},
     "thread": {"overlap_steps": 32},
     "process": {"overlap_steps": 32, "engine_process": True},
     "process_2": {"overlap_steps": 32, "engine_process": True, "publish_every": 2},
