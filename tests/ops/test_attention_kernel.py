@@ -20,6 +20,18 @@ def exact(q, k, v, masked):
     return (weights @ v.double()).float(), lse.masked_fill(masked.all(-1), 0).float()
 
 
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("first", [0, 32])
+@pytest.mark.parametrize("count", [kernel.TILE + 32, 2 * kernel.TILE, 3 * kernel.TILE + 64])
+def test_a_rows_bits_do_not_depend_on_the_rows_past_its_tile(count, first, window):
+    """One causal call a tile answers the later rows too: none may differ from a sequence that ends before them."""
+    q, k, v = (normal(2, 3, count, 32, seed=seed) for seed in range(3))
+    out, lse = kernel.causal_attention(q[:, :, first:], k, v, first=first, window=window)
+    for end in range(first + 32, count, 96):
+        short = kernel.causal_attention(q[:, :, first:end], k[:, :, :end], v[:, :, :end], first=first, window=window)
+        assert torch.equal(out[:, :, : end - first], short[0]) and torch.equal(lse[:, :, : end - first], short[1])
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ["whole", "causal", "masked", "one mask row"])
 def test_both_ways_against_float64(monkeypatch, fused, kind):

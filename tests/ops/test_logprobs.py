@@ -157,3 +157,15 @@ def test_errors_name_argument_rule_and_value():
             token_logprobs(hidden, head, targets, temperature=temperature)
     with pytest.raises(RuntimeError, match="out of bounds"):
         token_logprobs(hidden, head, torch.tensor([0, 1, 4]), temperature=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(513, 512), (3, 151_936), (1, 151_936)])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_with_a_gradient_the_bits_are_those_of_rows(dtype, rows, vocabulary, temperature):
+    """What is kept for the backward changes no bit, though its last chunk is a single row."""
+    hidden, head = normal(rows, 64, dtype=dtype), normal(vocabulary, 64, dtype=dtype, seed=1)
+    targets = torch.arange(rows) * 31 % vocabulary
+    whole = row_logprobs(hidden, head, temperature=torch.full((rows,), temperature))
+    got = token_logprobs(hidden.requires_grad_(), head, targets, temperature=temperature)
+    assert torch.equal(got, whole.gather(1, targets[:, None])[:, 0])

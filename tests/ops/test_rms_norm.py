@@ -109,3 +109,13 @@ def test_errors_name_argument_rule_and_value():
         add_rms_norm(x, normal(2, 8), normal(8), eps=1e-6)
     with pytest.raises(TypeError, match=r"residual must be torch.float32, got torch.bfloat16"):
         add_rms_norm(x, x.bfloat16(), normal(8), eps=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [16, 33, 128])
+def test_heads_that_lie_apart_have_the_bits_of_heads_side_by_side(dtype, width):
+    x, weight = normal(1003, 5, width, dtype=dtype), normal(width, dtype=dtype, seed=1)
+    for part in (x[:, :3], x[:, 3:], x[::2]):
+        assert torch.equal(rms_norm(part, weight, eps=1e-5), rms_norm(part.contiguous(), weight, eps=1e-5))
+        alone = torch.cat([rms_norm(row[None], weight, eps=1e-5) for row in part[:9]])
+        assert torch.equal(rms_norm(part, weight, eps=1e-5)[:9], alone)
