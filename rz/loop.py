@@ -102,8 +102,8 @@ async def train(
             so a run that left a late one out need not repeat.
         overlap_steps: >= 0, engine steps beside each update (fewer if the engine runs out of work); 0 with exact_lag.
         donates: update overwrites tensors of the state that it is given, but not where it raises ValueError. So no
-            snapshot can be made from then until the publish of what it returns; each update must be published before
-            the next begins, and none run beside the engine.
+            snapshot can be made from then until the publish of what it returns. Not with overlap_steps, publish_every
+            > 1 or exact_lag, whose last snapshot needs the older state.
         first_prompt: index of the first prompt; later groups follow in order of index.
         resume: go on from here; engine serves resume.history[0] under resume.plan.served, and state is resume.state.
     Returns: the state after the last update.
