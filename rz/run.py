@@ -28,12 +28,10 @@ from rz.loop import UpdateRecord, train
 from rz.models.dense import DenseConfig
 from rz.models.hf import load_config, load_params
 from rz.models.policy import response_logprobs
-from rz.ops.probe import require_aligned
-from rz.setup import check_settings, check_task, fixed_settings, open_engine, probe_settings, product_shapes
+from rz.setup import check_settings, check_task, fixed_settings, open_engine, require_aligned_model
 from rz.snapshot import Snapshot, placed
 from rz.steps import PolicyState, adamw_init, count_nonfinite, drop_nonfinite, require_finite, update
 from rz.tasks import Task
-from rz.verify.alignment import require_device_aligned
 
 CHECKS = {"raise": require_finite, "drop": drop_nonfinite, "count": count_nonfinite}
 
@@ -50,7 +48,7 @@ def run(config: TrainConfig, task: Task, held_out: Task | None) -> dict[str, Any
     _check_device(config)
     params = {name: value.to(config.device) for name, value in load_params(config.model, model).items()}
     check_task(config, model, task, held_out)
-    proof = _certificate(config, model)
+    proof = _proof(config, model)
     folder = report.new_run_folder(config.out)
     with only_process(folder):
         report.new_run_folder(folder)  # still empty: another process may have begun there just now
@@ -96,7 +94,7 @@ def _resume(run: Path, open_tasks: Callable, *, updates: int | None, same_machin
     model = load_config(config.model)
     task, held_out = open_tasks(config)
     check_task(config, model, task, held_out)
-    proof = _certificate(config, model)
+    proof = _proof(config, model)
     if not checkpoint.has_begun(run):
         params = {name: value.to(config.device) for name, value in load_params(config.model, model).items()}
         start, saved = _beginning(config, params), None
@@ -123,12 +121,8 @@ def _check_device(config: TrainConfig) -> None:
         raise ValueError("device must be one that torch finds, got cuda")
 
 
-def _certificate(config: TrainConfig, model: DenseConfig) -> dict[str, Any]:
-    if config.device == "cpu":
-        probes = require_aligned(config.torch_dtype, product_shapes(model), **probe_settings(model, config.torch_dtype))
-    else:
-        heads = (model.heads, model.kv_heads, model.head_dim)
-        probes = require_device_aligned(config.torch_dtype, product_shapes(model), heads, torch.device(config.device))
+def _proof(config: TrainConfig, model: DenseConfig) -> dict[str, Any]:
+    probes = require_aligned_model(model, config.torch_dtype, config.device)
     return certificate(probes, engine=config.engine, dtype=config.dtype)
 
 

@@ -12,8 +12,10 @@ from rz.engine.interface import Engine
 from rz.engine.plain import PlainEngine
 from rz.models.compute import has_narrow_products
 from rz.models.dense import DenseConfig
+from rz.ops.probe import ProbeResult, require_aligned
 from rz.snapshot import Snapshot
 from rz.tasks import Task
+from rz.verify.alignment import require_device_aligned
 
 FREE = ("model", "out", "updates", "keep", "save_every", "engine_process", "engine_threads")
 
@@ -62,6 +64,14 @@ def probe_settings(model: DenseConfig, dtype: torch.dtype) -> dict[str, Any]:
         "attention": (model.heads, model.kv_heads, model.head_dim),
         "weight_dtype": dtype if has_narrow_products(dtype) else torch.float32,
     }
+
+
+def require_aligned_model(model: DenseConfig, dtype: torch.dtype, device: str = "cpu") -> tuple[ProbeResult, ...]:
+    """What was probed of this machine for a model; RuntimeError if it lacks a property that the ops rely on."""
+    if device == "cpu":
+        return require_aligned(dtype, product_shapes(model), **probe_settings(model, dtype))
+    heads = (model.heads, model.kv_heads, model.head_dim)
+    return require_device_aligned(dtype, product_shapes(model), heads, torch.device(device))
 
 
 def check_task(config: TrainConfig, model: DenseConfig, task: Task, held_out: Task | None) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from rz.bench.asynchronous import PARTS, bench_async, length, start_worker
 from rz.models.make import make_tiny
+from rz.ops.probe import ProbeResult
 
 
 def test_lengths_are_heavy_tailed_and_a_function_of_the_seed():
@@ -38,6 +39,16 @@ def test_a_worker_that_dies_says_why(tmp_path):
             worker.ask(0)
     finally:
         worker.close()
+
+
+def test_a_machine_that_is_not_aligned_is_refused(tmp_path, monkeypatch):
+    make_tiny(tmp_path, vocab_size=64, layers=1, hidden_size=32, heads=2, kv_heads=1, head_dim=16)
+    found = (ProbeResult(name="linear", passed=False, detail="row 3 differs"),)
+    monkeypatch.setattr("rz.ops.probe.probe", lambda *arguments, **settings: found)
+    with pytest.raises(RuntimeError, match="this machine is not aligned in float32: linear: row 3 differs"):
+        bench_async(
+            model=tmp_path, updates=26, rounds=1, modes=("sync", "turns"), audit_share=0.0, sigma=1.0, longest=512
+        )
 
 
 def test_a_round_too_short_to_time_is_refused():

@@ -26,7 +26,7 @@ from rz.models.hf import load_config, load_params
 from rz.models.make import make_tiny
 from rz.models.policy import response_logprobs
 from rz.schedule import start
-from rz.setup import open_engine
+from rz.setup import open_engine, require_aligned_model
 from rz.snapshot import Snapshot
 from rz.steps import PolicyState, adamw_init, update
 
@@ -167,7 +167,8 @@ def bench_async(
     Returns: ratio (best asynchronous mode / sync, of the medians of updates per second), best, and for each mode the
         median, lowest and highest updates per second, engine steps an update, mean and largest lag, and seconds of
         its parts.
-    Raises: ValueError if no update of a round could be timed; RuntimeError with a worker's last words if one dies.
+    Raises: ValueError if no update of a round could be timed; RuntimeError if this machine is not aligned, or with a
+        worker's last words if one dies.
     """
     if updates < (least := 2 * SETTLE + longest // DRAIN_TOKENS + 2):
         raise ValueError(f"updates must be >= {least} for responses of up to {longest} tokens, got {updates}")
@@ -175,6 +176,7 @@ def bench_async(
         folder = model or Path(scratch) / "model"
         if model is None:
             make_tiny(folder, vocab_size=VOCABULARY, layers=2, hidden_size=128, heads=4, kv_heads=2, head_dim=32)
+        require_aligned_model(load_config(folder), config_of(folder, longest, {}).torch_dtype)
         facts = (updates, audit_share, sigma, longest)
         workers = {mode: start_worker(folder, *facts, MODES[mode]) for mode in modes}
         seconds: dict[str, list[list[float]]] = {mode: [] for mode in modes}

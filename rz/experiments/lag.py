@@ -22,6 +22,7 @@ from rz.models.dense import DenseConfig
 from rz.models.hf import load_config, load_params
 from rz.models.policy import response_logprobs
 from rz.schedule import Settings
+from rz.setup import require_aligned_model
 from rz.steps import (
     PolicyState,
     adamw_init,
@@ -223,6 +224,7 @@ def lag(config: LagConfig, *, show: Callable[[str], None] = print) -> dict[str, 
     if not start.exists():
         warmed(start, settings.model, accuracy=settings.warm_up, seed=0, digits=settings.digits)
     model = load_config(start)
+    require_aligned_model(model, DTYPE)
     params = load_params(start, model)
     made, stock = {}, None
     sizes = {"dtype": DTYPE, "slots": settings.slots, "max_length": settings.max_length}

@@ -1,21 +1,33 @@
 """Attention of rows to keys on processors, computed only in ways in which a row's bits are its own.
 
 With AVX-512 torch's fused kernel computes it. In float32 its products keep their order up to TILE keys, so that longer
-sequences are cut into tiles, whose partial results are combined here in ascending order. In bfloat16 they do at any
-length, and the kernel itself combines runs of SPLIT keys. Other processors take batched products, of fewer keys a tile.
+sequences are cut into tiles, whose partial results are combined here in ascending order. How many that are depends on
+the processor's maker, for MKL has other kernels for each. In bfloat16 they keep it at any length, and the kernel itself
+combines runs of SPLIT keys. Processors without AVX-512 take batched products.
 In all of them the numbers of rows and keys must be padded, and rz.ops.probe checks that this is enough.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 FUSED = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY=avx2 takes the products instead
-TILE = 256 if FUSED else 128  # keys of one call in float32
+MOST_KEYS = {"GenuineIntel": 256, "AuthenticAMD": 192}  # that a sum runs over before MKL cuts it, as measured
 SPLIT = 512  # keys that the kernel takes at once: where a call in bfloat16 may begin
 KEY_QUANTUM = 32  # and keys to one of this: bfloat16 products sum pairs of 16
 LOWEST = -3.0e38  # stands for the log-sum-exp of no scores
+
+
+def tile(cpuinfo: str, *, fused: bool) -> int:
+    """Keys of one call in float32, of the text of /proc/cpuinfo."""
+    makers = (line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("vendor_id"))
+    return MOST_KEYS.get(next(makers, ""), 128) if fused else 128
+
+
+_CPUINFO = Path("/proc/cpuinfo")
+TILE = tile(_CPUINFO.read_text() if _CPUINFO.exists() else "", fused=FUSED)
 
 
 def up(value: int, quantum: int) -> int:
