@@ -43,7 +43,7 @@ def go_on(folder, **changes):
 @pytest.fixture(autouse=True)
 def few_probes(monkeypatch):
     """The probe has its own tests, and takes half of the time of these runs."""
-    monkeypatch.setattr(rz.run, "require_aligned", lambda *arguments, **more: ())
+    monkeypatch.setattr(rz.run, "require_aligned_model", lambda *arguments, **more: ())
 
 
 @pytest.mark.parametrize("mode", list(MODES))

@@ -21,7 +21,7 @@ from rz.run import run
 def whole(model, tmp_path_factory):  # noqa: F811
     config = config_of(model, tmp_path_factory.mktemp("refuses") / "run", "plain", "turns")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rz.run, "require_aligned", lambda *arguments, **more: ())
+        patch.setattr(rz.run, "require_aligned_model", lambda *arguments, **more: ())
         run(config, *tasks(config))
     return config
 
