@@ -128,6 +128,25 @@ def test_a_run_that_fails_in_a_child_is_told_with_its_last_words(tmp_path):
         kills._in_child(work, None, lambda: True, tmp_path / "log")
 
 
+def test_a_child_does_not_wait_for_threads_that_it_has_not(tmp_path):
+    wide = torch.randn(2000, 2000)
+    many = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        wide.exp()  # starts this process's OpenMP threads
+        assert kills._in_child(lambda: (wide.exp(), wide @ wide), 20.0, lambda: True, tmp_path / "log")
+    finally:
+        torch.set_num_threads(many)
+
+
+def test_a_child_that_does_not_end_is_killed(tmp_path, monkeypatch):
+    before = children()
+    monkeypatch.setattr(kills, "LIMIT_S", 0.3)
+    with pytest.raises(TimeoutError, match=r"(?s)a run must end within 0.3 s, got none: .*waiting"):
+        kills._in_child(lambda: (os.write(1, b"waiting"), signal.pause()), None, lambda: True, tmp_path / "log")
+    assert children() == before
+
+
 def test_no_child_is_left_when_the_wait_for_it_ends(tmp_path, monkeypatch):
     def interrupted(seconds):
         raise KeyboardInterrupt

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import attrs
+import torch
 
 from rz import checkpoint, report
 from rz.batch import Prompt
@@ -25,6 +26,7 @@ from rz.run import resume, run
 from rz.tasks import Arithmetic
 
 SIZES = {"vocab_size": 15, "hidden_size": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "max_positions": 64}
+LIMIT_S = 600.0  # of a run of a few updates, start-up included
 MODES: dict[str, dict[str, Any]] = {  # how the runs differ
     "turns": {},
     "beside": {"overlap_steps": 3},
@@ -78,7 +80,8 @@ def _in_child(work: Callable[[], Any], kill_after_s: float | None, has_begun: Ca
 
     Else it was killed by SIGKILL, so many seconds after has_begun was first true.
 
-    Raises: RuntimeError, with the last of the output, if it ends with another exit status than 0.
+    Raises: RuntimeError, with the last of the output, if it ends with another exit status than 0; TimeoutError if it
+        neither ends nor is killed within LIMIT_S.
     """
     child = os.fork()
     if child == 0:
@@ -88,6 +91,7 @@ def _in_child(work: Callable[[], Any], kill_after_s: float | None, has_begun: Ca
             said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(said, 1)
             os.dup2(said, 2)
+            torch.set_num_threads(1)  # a fork has none of this process's OpenMP threads, and would wait for them
             work()
             code = 0
         except BaseException:
@@ -96,11 +100,13 @@ def _in_child(work: Callable[[], Any], kill_after_s: float | None, has_begun: Ca
             os._exit(code)
     with contextlib.suppress(PermissionError, ProcessLookupError):  # the child has done it, or has ended
         os.setpgid(child, child)
-    began, ended, status = None, 0, 0
+    forked, began, ended, status = time.monotonic(), None, 0, 0
     try:
         while not ended and (kill_after_s is None or began is None or time.monotonic() - began < kill_after_s):
             if began is None and has_begun():
                 began = time.monotonic()
+            if time.monotonic() - forked > LIMIT_S:
+                raise TimeoutError(f"a run must end within {LIMIT_S} s, got none: {_last_words(log)}")
             time.sleep(0.002)
             ended, status = os.waitpid(child, os.WNOHANG)
     finally:  # at its moment, or because this process is to end
@@ -110,9 +116,12 @@ def _in_child(work: Callable[[], Any], kill_after_s: float | None, has_begun: Ca
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return False
     if status:
-        said = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-        raise RuntimeError(f"a run must end with exit status 0, got wait status {status}: {said}")
+        raise RuntimeError(f"a run must end with exit status 0, got wait status {status}: {_last_words(log)}")
     return True
+
+
+def _last_words(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-2000:]
 
 
 def _chain(config: TrainConfig, moments: Iterator[tuple[bool, float]]) -> dict[str, int]:
