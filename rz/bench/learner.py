@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, int]] = {
     ),
 }
 DEFAULT_DTYPES = {"2x128": "float32", "8x768": "bfloat16"}
+BOUND = {"OMP_PROC_BIND": "true"}  # else where the threads happen to run moves a whole process by up to 17%
 SHORTEST = 0.3  # seconds of a measurement: small passes are repeated
 
 
@@ -122,7 +123,8 @@ def work(kind: str, folder: str, dtype: str, sequences: str, length: str) -> Non
 
 def _case(folder: Path, dtype: str, sequences: int, length: int, rounds: int) -> dict[str, Any]:
     workers = {
-        kind: Worker("rz.bench.learner", kind, str(folder), dtype, str(sequences), str(length)) for kind in LEARNERS
+        kind: Worker("rz.bench.learner", kind, str(folder), dtype, str(sequences), str(length), environment=BOUND)
+        for kind in LEARNERS
     }
     seconds, cpu_seconds = ({kind: [] for kind in LEARNERS} for _ in range(2))
     losses, memory = {}, {}
@@ -156,7 +158,7 @@ def bench_learner(
     *, models: Sequence[str], lengths: Sequence[int], dtype: str | None, tokens: int, rounds: int
 ) -> dict[str, Any]:
     """One case for each model and length, each learner in a process of its own, measured by turns after a warm-up.
-    Progress goes to standard error.
+    Each thread of both keeps to a processor. Progress goes to standard error.
 
     Args:
         models: names in MODELS.

@@ -18,10 +18,16 @@ class Worker:
     Args:
         settings: of values that repr writes out.
         threads: of torch; None: as many as this process has.
+        environment: variables beside this process's.
     """
 
     def __init__(
-        self, module: str, *arguments: str, settings: Mapping[str, Any] | None = None, threads: int | None = None
+        self,
+        module: str,
+        *arguments: str,
+        settings: Mapping[str, Any] | None = None,
+        threads: int | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         # Stock vLLM would leave a core out.
         count = torch.get_num_threads() if threads is None else threads
@@ -33,7 +39,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._words,
             text=True,
-            env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(count)},
+            env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(count)} | dict(environment or {}),
         )
 
     def ask(self, number: int) -> str:
