@@ -12,7 +12,9 @@ from torch import Tensor
 
 from rz.batch import Request, Rollout
 from rz.engine.interface import Engine
-from rz.engine.record import check_publish
+from rz.engine.record import check_publish, check_request
+
+UNANSWERED = 64  # answers that may wait in the pipe
 
 
 class ProcessEngine:
@@ -45,6 +47,7 @@ class ProcessEngine:
         self._shared = {name: value.detach().clone().share_memory_() for name, value in params.items()}
         self._limit_s, self.version = limit_s, version
         self._requests: dict[tuple[int, int], Request] = {}
+        self._unanswered: list[tuple[int, int]] = []  # requests submitted, whose answers have not been read
         context = torch.multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         work = (theirs, make, self._shared, version, threads)
@@ -52,14 +55,23 @@ class ProcessEngine:
         self._child.start()
         theirs.close()
         try:
-            self._answer("start")
+            self._sizes, error = self._receive("start")
         except BaseException:
             self._child.kill()
             raise
+        if error is not None:
+            self._child.kill()
+            raise error
 
     def submit(self, request: Request, sampled: Rollout | None = None) -> None:
-        self._call("submit", request, None if sampled is None else _packed(sampled))
+        """As Engine.submit, but without waiting: what the engine alone can refuse is raised by the next call,
+        which is then not made."""
+        check_request(request, sampled, self._requests, **self._sizes)
+        self._send("submit", request, None if sampled is None else _packed(sampled))
         self._requests[request.id] = request
+        self._unanswered.append(request.id)
+        if len(self._unanswered) == UNANSWERED:
+            self._settle("submit")
 
     def step(self) -> list[Rollout]:
         finished = [_unpacked(self._requests[part[0]], part) for part in self._call("step")]
@@ -96,15 +108,34 @@ class ProcessEngine:
         self._pipe.close()
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        self._settle(name)
+        self._send(name, *arguments)
+        value, error = self._receive(name)
+        if error is not None:
+            raise error
+        return value
+
+    def _send(self, name: str, *arguments: Any) -> None:
         if self._pipe.closed:
             raise RuntimeError("engine must be open, got one that was closed")
         try:
             self._pipe.send_bytes(pickle.dumps((name, arguments)))
         except (BrokenPipeError, ConnectionResetError):
             raise self._death(name) from None
-        return self._answer(name)
 
-    def _answer(self, name: str) -> Any:
+    def _settle(self, name: str) -> None:
+        """Read the answers to what was submitted; raise the first error, after all of them."""
+        waiting, self._unanswered, errors = self._unanswered, [], []
+        for request_id in waiting:
+            _, error = self._receive(name)
+            if error is not None:
+                del self._requests[request_id]
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _receive(self, name: str) -> tuple[Any, Exception | None]:
+        """One answer of the child: (value, the error that it raised)."""
         try:
             if not self._pipe.poll(self._limit_s):
                 raise TimeoutError(f"engine process must answer {name} within {self._limit_s} s, got nothing")
@@ -117,8 +148,8 @@ class ProcessEngine:
             raise
         value, error, trace = pickle.loads(message)
         if error is not None:
-            raise error from RuntimeError(f"in the engine process:\n{trace}")
-        return value
+            error.__cause__ = RuntimeError(f"in the engine process:\n{trace}")
+        return value, error
 
     def _death(self, name: str) -> RuntimeError:
         self._child.join(1)
@@ -181,7 +212,7 @@ def _serve(pipe, make: Callable[..., Engine], shared: Mapping[str, Tensor], vers
         "abort": engine.abort,
         "close": engine.close,
     }
-    answer()
+    answer({"vocab_size": engine.config.vocab_size, "max_length": engine.max_length})
     while True:
         try:
             name, arguments = pickle.loads(pipe.recv_bytes())

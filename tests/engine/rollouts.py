@@ -66,6 +66,19 @@ def hanging_engine(config, params, version, **settings):
     return Hanging(config, params, dtype=torch.float32, version=version, **settings)
 
 
+class Picky(PlainEngine):
+    """Refuses what only it knows it cannot run."""
+
+    def submit(self, request, sampled=None):
+        if request.prompt_index % 2 == 0:
+            raise ValueError(f"index must be no multiple of 2, got {request.prompt_index}")
+        super().submit(request, sampled)
+
+
+def picky_engine(config, params, version, **settings):
+    return Picky(config, params, dtype=torch.float32, version=version, **settings)
+
+
 def no_engine(params, version):
     raise ValueError("slots must be >= 1, got 0")
 

@@ -17,13 +17,14 @@ from rollouts import (
     hanging_engine,
     mixed,
     no_engine,
+    picky_engine,
     plain_engine,
     prompt,
     vllm_engine,
 )
 
 from rz.engine.plain import PlainEngine
-from rz.engine.process import ProcessEngine
+from rz.engine.process import UNANSWERED, ProcessEngine
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +70,31 @@ def test_a_publish_copies_and_a_bad_one_changes_nothing(remote, model, other):
     assert all_bits(finish(remote, mixed(4))) == all_bits(finish(fresh, mixed(4)))
 
 
-def test_errors_come_across_with_their_type_and_the_engine_lives(remote):
-    with pytest.raises(ValueError, match="prompt tokens plus max_tokens must be <= max_length 512") as caught:
+def test_a_request_that_could_never_run_is_refused_at_once(remote):
+    with pytest.raises(ValueError, match="prompt tokens plus max_tokens must be <= max_length 512"):
         remote.submit(ask(0, prompt(600)))
-    assert "in the engine process" in str(caught.value.__cause__) and "check_request" in str(caught.value.__cause__)
+    remote.submit(ask(0, prompt(9)))
+    with pytest.raises(ValueError, match=r"request id must be new, got \(0, 0\) which is running"):
+        remote.submit(ask(0, prompt(9)))
+    remote.abort([(0, 0)])
     assert not remote.running() and remote.step() == []
+
+
+def test_errors_come_across_with_their_type_and_the_engine_lives(model):
+    engine = ProcessEngine(partial(picky_engine, model[1], **SETTINGS), model[2], limit_s=60.0)
+    for index in range(3):
+        engine.submit(ask(index, prompt(9)))
+    with pytest.raises(ValueError, match="index must be no multiple of 2, got 0") as caught:
+        engine.step()
+    assert "in the engine process" in str(caught.value.__cause__) and "in submit" in str(caught.value.__cause__)
+    assert [rollout.prompt_index for rollout in engine.running()] == [1]
+    for index in (2, *range(3, 4 * UNANSWERED, 2)):
+        try:
+            engine.submit(ask(index, prompt(9)))
+        except ValueError as error:  # after so many submits their answers are read
+            assert "got 2" in str(error)
+    assert len(engine.running()) == 2 * UNANSWERED
+    engine.close()
 
 
 def test_an_engine_that_cannot_start_says_why(model):
