@@ -8,7 +8,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from rz.ops import add_rms_norm, embedding, inverse_frequencies, linear, rms_norm, rope, rope_tables, swiglu
+from rz.ops import (
+    add_rms_norm,
+    embedding,
+    head_rms_norm,
+    inverse_frequencies,
+    linear,
+    rms_norm,
+    rope,
+    rope_tables,
+    swiglu,
+)
 
 FAMILIES = {  # model_type: (architecture, qkv_bias, qk_norm)
     "qwen3": ("Qwen3ForCausalLM", False, True),
@@ -190,7 +200,7 @@ def forward(
     frequencies, factor = _frequencies(config)
     frequencies = torch.tensor(frequencies, dtype=torch.float32, device=positions.device)
     cos, sin = rope_tables(positions, frequencies, factor)
-    sizes = [config.heads, config.kv_heads, config.kv_heads]
+    heads = config.heads, config.kv_heads  # queries and keys are normed and rotated together
     residual = embedding(tokens, params["embed_tokens.weight"])
     observe("embedding", residual)
     normed = rms_norm(residual, params["layers.0.input_norm.weight"], eps=config.rms_eps)
@@ -199,15 +209,14 @@ def forward(
         layer = f"layers.{i}."
         qkv = linear(normed, params[layer + "qkv.weight"], params[layer + "qkv.bias"] if config.qkv_bias else None)
         observe(layer + "qkv", qkv)
-        q, k, v = qkv.unflatten(1, (-1, config.head_dim)).split(sizes, dim=1)
+        both, v = qkv.unflatten(1, (-1, config.head_dim)).split((sum(heads), config.kv_heads), dim=1)
         if config.qk_norm:
-            q = rms_norm(q, params[layer + "q_norm.weight"], eps=config.rms_eps)
-            k = rms_norm(k, params[layer + "k_norm.weight"], eps=config.rms_eps)
-            observe(layer + "q_norm", q)
-            observe(layer + "k_norm", k)
-        q, k = rope(q, cos, sin), rope(k, cos, sin)
-        observe(layer + "rope_q", q)
-        observe(layer + "rope_k", k)
+            norms = params[layer + "q_norm.weight"], params[layer + "k_norm.weight"]
+            both = head_rms_norm(both, norms, heads, eps=config.rms_eps)
+            observe(layer + "qk_norm", both)
+        both = rope(both, cos, sin)
+        observe(layer + "rope", both)
+        q, k = both.split(heads, dim=1)
         attended = past.attend(i, q, k, v, window=config.windows[i])
         observe(layer + "attention", attended)
         update = linear(attended.flatten(1), params[layer + "o.weight"])

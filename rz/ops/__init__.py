@@ -5,7 +5,7 @@ from rz.ops.embedding import embedding
 from rz.ops.experts import ExpertOrder, combine_experts, expert_order, grouped_linear
 from rz.ops.linear import linear
 from rz.ops.logprobs import row_logprobs, tempered_logprobs, token_logprobs
-from rz.ops.rms_norm import add_rms_norm, rms_norm
+from rz.ops.rms_norm import add_rms_norm, head_rms_norm, rms_norm
 from rz.ops.rope import inverse_frequencies, rope, rope_tables
 from rz.ops.swiglu import swiglu
 
@@ -17,6 +17,7 @@ __all__ = [
     "embedding",
     "expert_order",
     "grouped_linear",
+    "head_rms_norm",
     "inverse_frequencies",
     "linear",
     "paged_attention",

@@ -112,15 +112,24 @@ class WholeSequences:
 def write_cache(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Store keys and values of N tokens in place.
 
+    Where the first slot of a run of KEY_QUANTUM is written, zeros fill the rest of the run until its own tokens come:
+    on processors runs are read whole, and what an earlier sequence left there need not be finite.
+
     Args:
-        cache: [blocks, Hk, block_size, 2 D], keys before values in the last axis.
+        cache: [blocks, Hk, block_size, 2 D], contiguous, keys before values in the last axis.
         k, v: [N, Hk, D].
-        slots: [N] int64, block * block_size + offset.
+        slots: [N] int64, block * block_size + offset. A sequence's come in order of position, over all calls.
     """
-    size, width = cache.shape[2], k.shape[-1]
+    kv_heads, size, width = cache.shape[1], cache.shape[2], k.shape[-1]
     block, offset = slots // size, slots % size
-    cache[block, :, offset, :width] = k
-    cache[block, :, offset, width:] = v
+    if device.has_kernels(cache):
+        cache[block, :, offset, :width] = k
+        cache[block, :, offset, width:] = v
+        return
+    rows = ((block * (kv_heads * size) + offset)[:, None] + torch.arange(kv_heads) * size).flatten()
+    fresh = rows[rows % kernel.KEY_QUANTUM == 0] // kernel.KEY_QUANTUM
+    cache.view(-1, kernel.KEY_QUANTUM * 2 * width).index_fill_(0, fresh, 0)
+    cache.view(-1, 2 * width).index_copy_(0, rows, torch.cat((k, v), -1).flatten(0, 1))
 
 
 def paged_plan(
@@ -138,17 +147,21 @@ def paged_plan(
     """Plan attention over a paged cache: as make_plan, with block_table [sequences, blocks] of cache block numbers.
 
     head_dim and dtype are those of the queries.
+
+    Raises: ValueError if block_size is no multiple of KEY_QUANTUM; otherwise as make_plan.
     """
     if device.has_kernels(block_table):
         from rz.ops import triton_attention
 
         return triton_attention.paged_plan(query_lengths, sequence_lengths, block_table, block_size=block_size)
-    table = block_table.long().numpy()
+    if block_size % kernel.KEY_QUANTUM:
+        raise ValueError(f"block_size must be a multiple of {kernel.KEY_QUANTUM}, got {block_size}")
+    table, runs = block_table.long().numpy(), block_size // kernel.KEY_QUANTUM  # of a block, for one head
 
-    def key_rows(sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-        number, offset = np.divmod(position, block_size)
-        first = table[sequence[:, None], number] * (kv_heads * block_size) + offset
-        return (first[:, None] + np.arange(kv_heads)[:, None] * block_size).ravel()
+    def key_runs(sequence: np.ndarray, run: np.ndarray) -> np.ndarray:
+        number, place = np.divmod(run, runs)
+        first = table[sequence[:, None], number] * (kv_heads * runs) + place
+        return (first[:, None] + np.arange(kv_heads)[:, None] * runs).ravel()
 
     return make_plan(
         query_lengths,
@@ -156,7 +169,7 @@ def paged_plan(
         heads=heads,
         kv_heads=kv_heads,
         windows=windows,
-        key_rows=key_rows,
+        key_runs=key_runs,
         short_queries=64,
         dtype=kernel.compute_dtype(dtype, head_dim),
         row_quantum=kernel.row_quantum(head_dim),
@@ -164,13 +177,13 @@ def paged_plan(
 
 
 def _attend_block(q: Tensor, cached: Tensor, block: Block, plan: Plan, window: int | None) -> Tensor:
-    """q [N * H, D], cached [blocks * Hk * block_size, 2 D] -> [I * R * Hk, D] in the dtype of the plan."""
+    """q [N * H, D], cached [runs, KEY_QUANTUM * 2 D] -> [I * R * Hk, D] in the dtype of the plan."""
     width = q.shape[-1]
     queries = q.index_select(0, block.query_rows).to(plan.dtype)
     queries = queries.view(block.items, block.rows, plan.kv_heads, width).transpose(1, 2)
     state: tuple[Tensor, Tensor] | None = None
     for tile in block.tiles:
-        both = cached.index_select(0, tile.key_rows).to(plan.dtype).view(tile.items, plan.kv_heads, tile.keys, -1)
+        both = cached.index_select(0, tile.key_runs).to(plan.dtype).view(tile.items, plan.kv_heads, tile.keys, -1)
         part = queries[: tile.items, :, tile.first_row :]
         new = kernel.fused(part, both[..., :width], both[..., width:], tile.masks[window])
         if state is None:  # every row sees the first tile's keys, or has them masked
@@ -185,7 +198,8 @@ def paged_attention(q: Tensor, cache: Tensor, plan: Plan, *, window: int | None)
 
     Args:
         q: [N, H, D].
-        cache: [blocks, Hk, block_size, 2 D], contiguous; unwritten entries may hold anything, NaN included.
+        cache: [blocks, Hk, block_size, 2 D], contiguous, filled by write_cache; unwritten runs of KEY_QUANTUM slots may
+            hold anything, NaN included.
         plan: from paged_plan; windows must contain window.
     Returns: [N, H, D] in the dtype of q.
     Gradient: none.
@@ -195,7 +209,7 @@ def paged_attention(q: Tensor, cache: Tensor, plan: Plan, *, window: int | None)
 
         return triton_attention.paged_attention(q, cache, plan, window=window)
     width = q.shape[-1]
-    cached, rows = cache.view(-1, 2 * width), q.reshape(-1, width)
+    cached, rows = cache.view(-1, kernel.KEY_QUANTUM * 2 * width), q.reshape(-1, width)
     parts = [_attend_block(rows, cached, block, plan, window) for block in plan.blocks]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.index_select(0, plan.output_rows).view(q.shape).to(q.dtype)

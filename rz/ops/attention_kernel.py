@@ -14,20 +14,25 @@ import torch
 from torch import Tensor
 
 FUSED = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY=avx2 takes the products instead
-MOST_KEYS = {"GenuineIntel": 256, "AuthenticAMD": 192}  # that a sum runs over before MKL cuts it, as measured
 SPLIT = 512  # keys that the kernel takes at once: where a call in bfloat16 may begin
 KEY_QUANTUM = 32  # and keys to one of this: bfloat16 products sum pairs of 16
 LOWEST = -3.0e38  # stands for the log-sum-exp of no scores
 
 
-def tile(cpuinfo: str, *, fused: bool) -> int:
-    """Keys of one call in float32, of the text of /proc/cpuinfo."""
-    makers = (line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("vendor_id"))
-    return MOST_KEYS.get(next(makers, ""), 128) if fused else 128
+def maker(cpuinfo: str) -> str:
+    """The vendor_id of the text of /proc/cpuinfo; empty if it has none."""
+    found = (line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("vendor_id"))
+    return next(found, "")
+
+
+def tile(maker: str, *, fused: bool) -> int:
+    """Keys of one call in float32: the most that a sum runs over before MKL cuts it, where that was measured."""
+    return {"GenuineIntel": 256, "AuthenticAMD": 192}.get(maker, 128) if fused else 128
 
 
 _CPUINFO = Path("/proc/cpuinfo")
-TILE = tile(_CPUINFO.read_text() if _CPUINFO.exists() else "", fused=FUSED)
+MAKER = maker(_CPUINFO.read_text(encoding="utf-8") if _CPUINFO.exists() else "")
+TILE = tile(MAKER, fused=FUSED)
 
 
 def up(value: int, quantum: int) -> int:
@@ -44,6 +49,8 @@ def compute_dtype(dtype: torch.dtype, width: int) -> torch.dtype:
 
 def row_quantum(width: int) -> int:
     """To a multiple of how many the rows of heads of width [D] are padded: products of fewer take another order."""
+    if FUSED and MAKER == "AuthenticAMD":
+        return 4
     return 8 if FUSED and width <= 128 else 16
 
 

@@ -2,7 +2,8 @@
 
 Queries are cut into items. An item is a run of consecutive tokens of one sequence, for one key-value head all of its
 query heads' rows together (token-major), padded to a multiple of row_quantum. Items of equal row count form a block and
-are computed together. Keys are cut into tiles from absolute position 0 as rz.ops.attention_kernel needs it.
+are computed together. Keys are cut into tiles from absolute position 0 as rz.ops.attention_kernel needs it, and read in
+runs of KEY_QUANTUM consecutive positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from rz.ops.attention_kernel import KEY_QUANTUM, SPLIT, TILE, additive, masked_keys, up
 
-RUN = 128  # query tokens of an item at most
+RUN, SHORT_RUN = 128, 16  # query tokens of an item at most, of a sequence with many and with few
 LEAST_RUN = 16  # lengths are rounded up to this
 BLOCK_SCORES = 1 << 20  # scores of a block at most, over all its tiles
 
-KeyRows = Callable[[np.ndarray, np.ndarray], np.ndarray]
+KeyRuns = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -29,7 +30,7 @@ class Tile:
     items: int
     first_row: int
     keys: int
-    key_rows: Tensor  # [items * kv_heads * keys] rows of the key-value storage
+    key_runs: Tensor  # [items * kv_heads * keys / KEY_QUANTUM] runs of the key-value storage
     # By window; of all rows, or [.., 1, ..] for all rows alike:
     masks: dict[int | None, Tensor | None]  # [items, 1, rows, keys], 0 or -inf; None = 0 everywhere
     empty: dict[int | None, Tensor]  # [items, 1, rows] bool, rows without a key here, if there are any
@@ -72,7 +73,7 @@ def _block(
     heads: int,
     kv_heads: int,
     windows: Sequence[int | None],
-    key_rows: KeyRows,
+    key_runs: KeyRuns,
     dtype: torch.dtype,
     row_quantum: int,
 ) -> tuple[Block, np.ndarray, np.ndarray]:
@@ -104,15 +105,15 @@ def _block(
         masked = {w: masked_keys(positions[:active, first_row:, None], key, w)[:, None] for w in set(windows)}
         several = start > begin or start + width <= newest_key  # of one tile nothing is combined
         empty = {w: mask.all(-1) for w, mask in masked.items()} if several else {}
-        # Past the end, or before the widest window, the storage may hold anything: read the last key, which is finite.
-        newest = last[:active, None]
-        read = np.where((key <= newest) & (key >= oldest[:active]), key, newest)
+        # A run past the end, or before the widest window, may hold anything: read the newest, which is finite.
+        run, newest = key[::KEY_QUANTUM] // KEY_QUANTUM, last[:active, None] // KEY_QUANTUM
+        read = np.where((run <= newest) & (run >= oldest[:active] // KEY_QUANTUM), run, newest)
         tiles.append(
             Tile(
                 items=active,
                 first_row=first_row,
                 keys=keys,
-                key_rows=torch.from_numpy(key_rows(sequence[:active], read)),
+                key_runs=torch.from_numpy(key_runs(sequence[:active], read)),
                 masks={w: additive(torch.from_numpy(m), dtype) if m.any() else None for w, m in masked.items()},
                 empty={w: torch.from_numpy(left) for w, left in empty.items() if left.any()},
             )
@@ -131,7 +132,7 @@ def make_plan(
     heads: int,
     kv_heads: int,
     windows: Sequence[int | None],
-    key_rows: KeyRows,
+    key_runs: KeyRuns,
     short_queries: int,
     dtype: torch.dtype,
     row_quantum: int,
@@ -143,24 +144,24 @@ def make_plan(
         sequence_lengths: keys of each sequence, its query tokens included.
         heads, kv_heads: H and Hk; Hk divides H.
         windows: the distinct sliding windows of the layers (None = all earlier tokens; w = the last w, own included).
-        key_rows: (sequence [I], position [I, K]) -> [I * kv_heads * K] rows of the key-value storage, head before key.
-        short_queries: a sequence of at most this many query tokens is cut into items of row_quantum rows, batched with
-            those of all other such sequences; a longer one is cut into items of RUN tokens.
+        key_runs: (sequence [I], run of its positions [I, K]) -> [I * kv_heads * K] runs of the key-value storage, head
+            before run. What is read of a run past its newest position must be finite.
+        short_queries: a sequence of at most this many query tokens is cut into items of SHORT_RUN tokens, batched with
+            those of all other such sequences; a longer one into items of RUN tokens, batched by first position.
         dtype: that attention is computed in, float32 or bfloat16.
         row_quantum: rows of an item are padded to a multiple of this.
     Raises: ValueError if kv_heads does not divide heads, or a sequence is shorter than its query.
     """
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads {kv_heads}, got {heads}")
+    single: list[_Item] = []
     short: list[_Item] = []
     long: list[_Item] = []
-    group = heads // kv_heads
-    step = max(1, row_quantum // group)
     token = 0
     for sequence, (queries, keys) in enumerate(zip(query_lengths, sequence_lengths, strict=True)):
         if not 0 <= queries <= keys:
             raise ValueError(f"query length must be in [0, {keys}] of sequence {sequence}, got {queries}")
-        items, run = (long, RUN) if queries > short_queries else (short, step)
+        items, run = (long, RUN) if queries > short_queries else (short, SHORT_RUN) if queries > 1 else (single, 1)
         items += [
             _Item(
                 sequence=sequence,
@@ -171,16 +172,15 @@ def make_plan(
             for i in range(0, queries, run)
         ]
         token += queries
-    groups = [(step, chunk) for chunk in _batches(short, step, heads, kv_heads)]
+    groups = [(1, chunk) for chunk in _batches(single, 1, heads)]
+    groups += [(max(item.tokens for item in chunk), chunk) for chunk in _batches(short, SHORT_RUN, heads)]
     by_size: dict[tuple[int, int], list[_Item]] = {}
     for item in long:
         by_size.setdefault((up(item.tokens, _width(item.tokens)), item.first_position), []).append(item)
-    groups += [
-        (size, chunk) for (size, _), items in by_size.items() for chunk in _batches(items, size, heads, kv_heads)
-    ]
+    groups += [(size, chunk) for (size, _), items in by_size.items() for chunk in _batches(items, size, heads)]
     blocks, output_rows, base = [], np.empty(token * heads, dtype=np.int64), 0
     for tokens, items in groups:
-        block, answers, rows = _block(items, tokens, heads, kv_heads, windows, key_rows, dtype, row_quantum)
+        block, answers, rows = _block(items, tokens, heads, kv_heads, windows, key_runs, dtype, row_quantum)
         output_rows[answers] = rows + base
         base += len(block.query_rows)
         blocks.append(block)
@@ -194,9 +194,9 @@ def _width(tokens: int) -> int:
     return max(LEAST_RUN, 1 << max(0, tokens.bit_length() - 4))
 
 
-def _batches(items: list[_Item], tokens: int, heads: int, kv_heads: int) -> list[list[_Item]]:
+def _batches(items: list[_Item], tokens: int, heads: int) -> list[list[_Item]]:
     """Runs of falling key count: at most BLOCK_SCORES scores each, no item padded to more than twice its keys."""
-    rows = kv_heads * tokens * (heads // kv_heads)
+    rows = tokens * heads
     batches: list[list[_Item]] = []
     longest = 0
     for item in sorted(items, key=lambda item: -(item.first_position + item.tokens)):

@@ -1,6 +1,7 @@
 """Root-mean-square normalisation, alone and after a residual sum."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -42,9 +43,14 @@ class _RmsNorm(torch.autograd.Function):
         for part in row_chunks(len(rows), math.prod(rows.shape[1:])):
             value, up, root, target = rows[part].float(), above[part].float(), scale[part], to_x[part]
             both = torch.mul(value, up, out=scratch(target)).contiguous()
-            flat = both.view(-1, width)
-            to_weight.addmv_(flat.t(), root.flatten())
-            pull = torch.mv(flat, wide_weight).view(root.shape).mul_(root**3 / -width)
+            if weight.ndim == 1:
+                flat = both.view(-1, width)
+                to_weight.addmv_(flat.t(), root.flatten())
+                pull = torch.mv(flat, wide_weight).view(root.shape)
+            else:
+                to_weight += (both * root).sum(0)
+                pull = (both * wide_weight).sum(-1, keepdim=True)
+            pull.mul_(root**3 / -width)
             torch.addcmul(torch.mul(up, wide_weight, out=both).mul_(root), value, pull, out=target)
         return to_x.view(x.shape), to_weight.to(weight.dtype), None
 
@@ -78,6 +84,30 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 
         return triton_rms_norm.RmsNorm.apply(x, weight, eps)[0]
     return apply(_RmsNorm, x, weight, eps)[0]
+
+
+def head_rms_norm(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], *, eps: float) -> Tensor:
+    """rms_norm of runs of heads, each run with a weight of its own, as one operation.
+
+    Args:
+        x: [N, H, D] float32, bfloat16 or float16, such as queries beside keys.
+        weights: one [D] a run, in the dtype of x.
+        counts: heads of each run; their sum is H.
+        eps: as in rms_norm.
+    Returns: [N, H, D] in the dtype of x, with the bits of rms_norm of each run.
+    Gradient: to x and weights, in float32, rounded once; not differentiable again.
+    Raises: ValueError if counts do not sum to H or are not one a weight; otherwise as rms_norm.
+    """
+    if x.ndim != 3 or sum(counts) != x.shape[1] or len(counts) != len(weights):
+        rule = f"counts must be one a weight ({len(weights)}) and sum to the heads of x {list(x.shape)}"
+        raise ValueError(f"{rule}, got {list(counts)}")
+    for weight in weights:
+        _check_weight(x, weight)
+    if device.has_kernels(x):
+        runs = zip(x.split(list(counts), 1), weights, strict=True)
+        return torch.cat([rms_norm(run, weight, eps=eps) for run, weight in runs], 1)
+    every = torch.cat([weight.expand(count, -1) for weight, count in zip(weights, counts, strict=True)])
+    return apply(_RmsNorm, x, every, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@ import pytest
 import torch
 from examples import DTYPES, ODD, assert_near, assert_rows_alone, gradients, normal
 
-from rz.ops import add_rms_norm, device, linear, rms_norm, rope, rope_tables, swiglu
+from rz.ops import add_rms_norm, device, head_rms_norm, linear, rms_norm, rope, rope_tables, swiglu
 
 pytestmark = pytest.mark.usefixtures("on_kernels")
 
@@ -71,6 +71,8 @@ def test_rms_norm_rows(width):
     assert_rows_alone(op, normal(20, width, dtype=torch.bfloat16))
     heads = normal(4, 3, width, dtype=torch.bfloat16)
     assert torch.equal(op(heads), op(heads.flatten(0, 1)).view_as(heads))
+    runs = head_rms_norm(heads, (weight, 2 * weight), (2, 1), eps=1e-6)
+    assert torch.equal(runs, torch.cat((op(heads[:, :2]), 2 * op(heads[:, 2:])), 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

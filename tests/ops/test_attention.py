@@ -235,6 +235,23 @@ def test_what_lies_before_the_window_is_not_read():  # an engine frees those blo
     assert torch.equal(engine.out[ends], whole(q, k, v, lengths, window)[ends])
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_run_is_filled_with_zeros_when_its_first_slot_is_written(dtype):
+    # Block 1 of two heads, four runs of 32 slots: the last two slots of its run 0, then the first two of run 1.
+    cache = torch.full((2, 2, 128, 8), torch.nan, dtype=dtype)
+    k, v = normal(4, 2, 4, dtype=dtype), normal(4, 2, 4, dtype=dtype, seed=1)
+    write_cache(cache, k, v, torch.arange(158, 162))
+    assert torch.equal(cache[1, :, 30:34, :4], k.transpose(0, 1)) and torch.equal(
+        cache[1, :, 30:34, 4:], v.transpose(0, 1)
+    )
+    assert not cache[1, :, 34:64].any()
+    assert cache[0].isnan().all() and cache[1, :, :30].isnan().all() and cache[1, :, 64:].isnan().all()
+    write_cache(cache, k[:1], v[:1], torch.tensor([162]))
+    assert torch.equal(cache[1, :, 30:34], torch.cat((k, v), -1).transpose(0, 1)) and torch.equal(
+        cache[1, :, 34, :4], k[0]
+    )
+
+
 def test_scores_of_any_size():  # differences of 1,000 between scores; equal keys give the mean of the values
     q, k, v = inputs((200,), (2, 1, 16))
     out = whole(100 * q, 100 * k, v, (200,))
@@ -280,6 +297,8 @@ def test_errors_name_argument_rule_and_value():
         whole(q, k, v, (3, 1))
     with pytest.raises(ValueError, match=r"heads must be a multiple of kv_heads 3, got 4"):
         whole(q, normal(5, 3, 32), normal(5, 3, 32), (3, 2))
+    with pytest.raises(ValueError, match=r"block_size must be a multiple of 32, got 48"):
+        Engine(q, k, v, (3, 2), block_size=48, window=None).step({0: 1})
     with pytest.raises(ValueError, match=r"query length must be in \[0, 3\] of sequence 1, got 4"):
         make_plan(
             [1, 4],
@@ -287,7 +306,7 @@ def test_errors_name_argument_rule_and_value():
             heads=1,
             kv_heads=1,
             windows=(None,),
-            key_rows=lambda *_: None,
+            key_runs=lambda *_: None,
             short_queries=64,
             dtype=F32,
             row_quantum=16,

@@ -1,8 +1,10 @@
+import re
+
 import pytest
 import torch
 from alignment import assert_aligned, normal
 
-from rz.ops import add_rms_norm, rms_norm
+from rz.ops import add_rms_norm, head_rms_norm, rms_norm
 
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -119,3 +121,43 @@ def test_heads_that_lie_apart_have_the_bits_of_heads_side_by_side(dtype, width):
         assert torch.equal(rms_norm(part, weight, eps=1e-5), rms_norm(part.contiguous(), weight, eps=1e-5))
         alone = torch.cat([rms_norm(row[None], weight, eps=1e-5) for row in part[:9]])
         assert torch.equal(rms_norm(part, weight, eps=1e-5)[:9], alone)
+
+
+RUNS = (4, 2)  # heads of queries and of keys
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rows", [0, 1, 1003])
+def test_runs_of_heads_have_the_bits_of_each_alone(dtype, rows):
+    x, weights = normal(rows, 6, 32, dtype=dtype), [normal(32, dtype=dtype, seed=seed) for seed in (1, 2)]
+    alone = [rms_norm(part, weight, eps=1e-5) for part, weight in zip(x.split(RUNS, 1), weights, strict=True)]
+    assert torch.equal(head_rms_norm(x, weights, RUNS, eps=1e-5), torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gradients_of_runs_of_heads_against_float64(dtype):
+    x, above = normal(9, 6, 16, dtype=dtype), normal(9, 6, 16, seed=3)
+    first, second = (normal(16, dtype=dtype, seed=seed) for seed in (1, 2))
+    loss = lambda x, *weights: (head_rms_norm(x, weights, RUNS, eps=1e-5).float() * above).sum()
+    every = lambda first, second: torch.cat((first.expand(4, -1), second.expand(2, -1)))
+    exact = lambda x, *weights: (reference(x, every(*weights), 1e-5) * above.to(dtype).double()).sum()
+    grads = torch.func.grad(loss, argnums=(0, 1, 2))(x, first, second)
+    wanted = torch.func.grad(exact, argnums=(0, 1, 2))(x.double(), first.double(), second.double())
+    leaves = [value.clone().requires_grad_() for value in (x, first, second)]
+    assert all(map(torch.equal, torch.autograd.grad(loss(*leaves), leaves), grads))
+    for grad, want in zip(grads, wanted, strict=True):
+        assert grad.dtype == dtype and grad.shape == want.shape
+        # bfloat16: a step of 2^-8 of values up to 8
+        torch.testing.assert_close(grad, want.to(dtype), rtol=2e-2, atol=4e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_runs_that_do_not_fit_are_named():
+    x, weight = normal(3, 6, 8), normal(8)
+    for counts, weights in (((4, 3), (weight, weight)), ((6,), (weight, weight)), ((4, 2), (weight,))):
+        rule = rf"counts must be one a weight \({len(weights)}\) and sum to the heads of x \[3, 6, 8\], got "
+        with pytest.raises(ValueError, match=rule + re.escape(str(list(counts)))):
+            head_rms_norm(x, weights, counts, eps=1e-6)
+    with pytest.raises(ValueError, match=r"weight must be \[8\], got \[7\]"):
+        head_rms_norm(x, (weight, normal(7)), (4, 2), eps=1e-6)
+    with pytest.raises(TypeError, match=r"weight must be torch.float32, got torch.bfloat16"):
+        head_rms_norm(x, (weight, weight.bfloat16()), (4, 2), eps=1e-6)
