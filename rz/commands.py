@@ -172,8 +172,8 @@ class BenchAsyncCommand:
     model: Path | None = None
     updates: int = 48
     rounds: int = 3
-    modes: tuple[Literal["sync", "turns", "turns_2", "turns_4", "turns_8", "thread", "process", "process_2"], ...] = (
-        "sync", "turns", "turns_2", "turns_4", "thread", "process",
+    modes: tuple[Literal["sync", "turns", "turns_2", "turns_4", "turns_8", "thread", "process", "process_2", "process_4"], ...] = (
+        "sync", "turns", "turns_2", "thread", "process", "process_2",
     )  # fmt: skip
     audit_share: float = 0.1
     sigma: float = 1.0

@@ -44,6 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
     "thread": {"overlap_steps": 32},
     "process": {"overlap_steps": 32, "engine_process": True},
     "process_2": {"overlap_steps": 32, "engine_process": True, "publish_every": 2},
+    "process_4": {"overlap_steps": 32, "engine_process": True, "publish_every": 4},
 }
 
 
