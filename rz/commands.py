@@ -152,6 +152,11 @@ class BenchLearnerCommand:
     json: bool = False
 
 
+AsyncMode = Literal[
+    "sync", "turns", "turns_2", "turns_4", "turns_8", "thread", "process", "process_2", "process_4"
+]  # fmt: skip
+
+
 @attrs.frozen(kw_only=True)
 class BenchAsyncCommand:
     """Updates per second of the synchronous and the asynchronous loops on heavy-tailed responses, by turns.
@@ -172,9 +177,7 @@ class BenchAsyncCommand:
     model: Path | None = None
     updates: int = 48
     rounds: int = 3
-    modes: tuple[Literal["sync", "turns", "turns_2", "turns_4", "turns_8", "thread", "process", "process_2", "process_4"], ...] = (
-        "sync", "turns", "turns_2", "thread", "process", "process_2",
-    )  # fmt: skip
+    modes: tuple[AsyncMode, ...] = ("sync", "turns", "turns_2", "thread", "process", "process_2")
     audit_share: float = 0.1
     sigma: float = 1.0
     longest: int = 512
