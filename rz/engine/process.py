@@ -14,8 +14,6 @@ from rz.batch import Request, Rollout
 from rz.engine.interface import Engine
 from rz.engine.record import check_publish, check_request
 
-UNANSWERED = 64  # answers that may wait in the pipe
-
 
 class ProcessEngine:
     """rz.engine.interface.Engine over another one, which runs in a child process.
@@ -47,7 +45,7 @@ class ProcessEngine:
         self._shared = {name: value.detach().clone().share_memory_() for name, value in params.items()}
         self._limit_s, self.version = limit_s, version
         self._requests: dict[tuple[int, int], Request] = {}
-        self._unanswered: list[tuple[int, int]] = []  # requests submitted, whose answers have not been read
+        self._queued: dict[tuple[int, int], tuple[Request, tuple | None]] = {}  # submitted, and not yet sent
         context = torch.multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         work = (theirs, make, self._shared, version, threads)
@@ -55,23 +53,18 @@ class ProcessEngine:
         self._child.start()
         theirs.close()
         try:
-            self._sizes, error = self._receive("start")
+            self._sizes = self._answer("start")
         except BaseException:
             self._child.kill()
             raise
-        if error is not None:
-            self._child.kill()
-            raise error
 
     def submit(self, request: Request, sampled: Rollout | None = None) -> None:
-        """As Engine.submit, but without waiting: what the engine alone can refuse is raised by the next call,
-        which is then not made."""
+        """As Engine.submit. It travels with the next call; what this engine alone can refuse is raised by that call,
+        which then is not made."""
+        self._require_open()
         check_request(request, sampled, self._requests, **self._sizes)
-        self._send("submit", request, None if sampled is None else _packed(sampled))
+        self._queued[request.id] = request, None if sampled is None else _packed(sampled)
         self._requests[request.id] = request
-        self._unanswered.append(request.id)
-        if len(self._unanswered) == UNANSWERED:
-            self._settle("submit")
 
     def step(self) -> list[Rollout]:
         finished = [_unpacked(self._requests[part[0]], part) for part in self._call("step")]
@@ -98,6 +91,7 @@ class ProcessEngine:
 
     def close(self) -> None:
         if self._child.is_alive():
+            self._queued.clear()
             try:
                 self._call("close")
                 self._child.join(10)
@@ -107,49 +101,37 @@ class ProcessEngine:
         self._child.join()
         self._pipe.close()
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        self._settle(name)
-        self._send(name, *arguments)
-        value, error = self._receive(name)
-        if error is not None:
-            raise error
-        return value
-
-    def _send(self, name: str, *arguments: Any) -> None:
+    def _require_open(self) -> None:
         if self._pipe.closed:
             raise RuntimeError("engine must be open, got one that was closed")
-        try:
-            self._pipe.send_bytes(pickle.dumps((name, arguments)))
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._death(name) from None
 
-    def _settle(self, name: str) -> None:
-        """Read the answers to what was submitted; raise the first error, after all of them."""
-        waiting, self._unanswered, errors = self._unanswered, [], []
-        for request_id in waiting:
-            _, error = self._receive(name)
-            if error is not None:
-                del self._requests[request_id]
-                errors.append(error)
-        if errors:
-            raise errors[0]
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self._require_open()
+        return self._answer(name, pickle.dumps((name, arguments, list(self._queued.values()))))
 
-    def _receive(self, name: str) -> tuple[Any, Exception | None]:
-        """One answer of the child: (value, the error that it raised)."""
+    def _answer(self, name: str, message: bytes | None = None) -> Any:
         try:
+            if message is not None:
+                self._pipe.send_bytes(message)
             if not self._pipe.poll(self._limit_s):
                 raise TimeoutError(f"engine process must answer {name} within {self._limit_s} s, got nothing")
-            message = self._pipe.recv_bytes()
-        except (EOFError, ConnectionResetError):
+            answer = self._pipe.recv_bytes()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
             raise self._death(name) from None
         except BaseException:  # its answer, should it come, would be taken for that of the next call
             self._child.kill()
             self._pipe.close()
             raise
-        value, error, trace = pickle.loads(message)
+        value, error, trace, refused = pickle.loads(answer)
+        if refused is None:
+            self._queued.clear()
+        else:  # the requests before it are in the engine, those after it are still to be sent
+            for request_id in list(self._queued)[: refused + 1]:
+                del self._queued[request_id]
+            del self._requests[request_id]
         if error is not None:
-            error.__cause__ = RuntimeError(f"in the engine process:\n{trace}")
-        return value, error
+            raise error from RuntimeError(f"in the engine process:\n{trace}")
+        return value
 
     def _death(self, name: str) -> RuntimeError:
         self._child.join(1)
@@ -187,17 +169,15 @@ def _serve(pipe, make: Callable[..., Engine], shared: Mapping[str, Tensor], vers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
 
-    def answer(value: Any = None, error: BaseException | None = None) -> None:
+    def answer(value: Any = None, error: BaseException | None = None, refused: int | None = None) -> None:
+        """refused: which of the requests that came with the call was, if one was."""
         trace = "" if error is None else "".join(traceback.format_exception(error))
         try:
-            message = pickle.dumps((value, error, trace))
+            message = pickle.dumps((value, error, trace, refused))
             error is None or pickle.loads(message)
         except Exception:  # an error that cannot travel, or not arrive, is told by its text
-            message = pickle.dumps((None, RuntimeError(repr(error)), trace))
+            message = pickle.dumps((None, RuntimeError(repr(error)), trace, refused))
         pipe.send_bytes(message)
-
-    def submit(request: Request, part: tuple | None) -> None:
-        engine.submit(request, None if part is None else _unpacked(request, part))
 
     try:
         engine = make(shared, version)
@@ -205,22 +185,30 @@ def _serve(pipe, make: Callable[..., Engine], shared: Mapping[str, Tensor], vers
         answer(error=error)
         return
     calls = {
-        "submit": submit,
         "step": lambda: [_packed(rollout) for rollout in engine.step()],
         "running": lambda: [_packed(rollout) for rollout in engine.running()],
         "publish": lambda new: engine.publish(shared, new),
         "abort": engine.abort,
         "close": engine.close,
     }
-    answer({"vocab_size": engine.config.vocab_size, "max_length": engine.max_length})
-    while True:
+
+    def made(name: str, arguments: tuple, queued: list[tuple[Request, tuple | None]]) -> dict[str, Any]:
+        """What answer takes: of the requests that came with a call, then of the call."""
+        accepted = 0
         try:
-            name, arguments = pickle.loads(pipe.recv_bytes())
-        except EOFError:  # the learner's process has ended
-            os._exit(0)
-        try:
-            answer(calls[name](*arguments))
+            for request, part in queued:
+                engine.submit(request, None if part is None else _unpacked(request, part))
+                accepted += 1
+            return {"value": calls[name](*arguments)}
         except Exception as error:
-            answer(error=error)
-        if name == "close":
-            return
+            return {"error": error, "refused": accepted if accepted < len(queued) else None}
+
+    try:
+        answer({"vocab_size": engine.config.vocab_size, "max_length": engine.max_length})
+        while True:
+            name, arguments, queued = pickle.loads(pipe.recv_bytes())
+            answer(**made(name, arguments, queued))
+            if name == "close":
+                return
+    except (EOFError, OSError):  # the learner's process has ended
+        os._exit(0)

@@ -121,7 +121,7 @@ def _in_child(work: Callable[[], Any], kill_after_s: float | None, has_begun: Ca
 
 
 def _last_words(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-2000:]
+    return log.read_text(encoding="utf-8", errors="replace")[-2000:] if log.exists() else "nothing was said"
 
 
 def _chain(config: TrainConfig, moments: Iterator[tuple[bool, float]]) -> dict[str, int]:

@@ -109,6 +109,11 @@ class WholeSequences:
         return apply(_WholeAttention, q, k, v, self._batches, window)[0]
 
 
+def _check_block_size(size: int) -> None:
+    if size % kernel.KEY_QUANTUM:
+        raise ValueError(f"block_size must be a multiple of {kernel.KEY_QUANTUM}, got {size}")
+
+
 def write_cache(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Store keys and values of N tokens in place.
 
@@ -119,6 +124,7 @@ def write_cache(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         cache: [blocks, Hk, block_size, 2 D], contiguous, keys before values in the last axis.
         k, v: [N, Hk, D].
         slots: [N] int64, block * block_size + offset. A sequence's come in order of position, over all calls.
+    Raises: ValueError, on a processor, if block_size is no multiple of KEY_QUANTUM.
     """
     kv_heads, size, width = cache.shape[1], cache.shape[2], k.shape[-1]
     block, offset = slots // size, slots % size
@@ -126,6 +132,7 @@ def write_cache(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         cache[block, :, offset, :width] = k
         cache[block, :, offset, width:] = v
         return
+    _check_block_size(size)
     rows = ((block * (kv_heads * size) + offset)[:, None] + torch.arange(kv_heads) * size).flatten()
     fresh = rows[rows % kernel.KEY_QUANTUM == 0] // kernel.KEY_QUANTUM
     cache.view(-1, kernel.KEY_QUANTUM * 2 * width).index_fill_(0, fresh, 0)
@@ -154,8 +161,7 @@ def paged_plan(
         from rz.ops import triton_attention
 
         return triton_attention.paged_plan(query_lengths, sequence_lengths, block_table, block_size=block_size)
-    if block_size % kernel.KEY_QUANTUM:
-        raise ValueError(f"block_size must be a multiple of {kernel.KEY_QUANTUM}, got {block_size}")
+    _check_block_size(block_size)
     table, runs = block_table.long().numpy(), block_size // kernel.KEY_QUANTUM  # of a block, for one head
 
     def key_runs(sequence: np.ndarray, run: np.ndarray) -> np.ndarray:

@@ -55,7 +55,6 @@ class Plan:
 
     blocks: tuple[Block, ...]
     output_rows: Tensor
-    heads: int
     kv_heads: int
     dtype: torch.dtype  # that attention is computed in
 
@@ -184,9 +183,7 @@ def make_plan(
         output_rows[answers] = rows + base
         base += len(block.query_rows)
         blocks.append(block)
-    return Plan(
-        blocks=tuple(blocks), output_rows=torch.from_numpy(output_rows), heads=heads, kv_heads=kv_heads, dtype=dtype
-    )
+    return Plan(blocks=tuple(blocks), output_rows=torch.from_numpy(output_rows), kv_heads=kv_heads, dtype=dtype)
 
 
 def _width(tokens: int) -> int:

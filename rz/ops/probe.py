@@ -24,7 +24,7 @@ from rz.ops.attention_kernel import (
 )
 from rz.ops.linear import MIN_ROWS, linear
 from rz.ops.logprobs import tempered_logprobs, token_logprobs
-from rz.ops.rms_norm import rms_norm
+from rz.ops.rms_norm import head_rms_norm, rms_norm
 from rz.ops.rope import inverse_frequencies, rope, rope_tables
 from rz.ops.swiglu import swiglu
 
@@ -293,6 +293,7 @@ def probe(
     heads, kv_heads, head_dim = attention
     shapes = list(dict.fromkeys((*SHAPES, *(tuple(shape) for shape in shapes))))
     weight = inputs.wide(192)
+    head_norm = lambda x: head_rms_norm(x, (weight[:32], weight[32:64]), (2, 1), eps=1e-6)
     checks: list[tuple[str, Cases]] = [
         *(("linear {} to {}".format(*shape), _linear(inputs, *shape)) for shape in shapes),
         ("linear with few outputs", _few_outputs(inputs)),
@@ -302,7 +303,7 @@ def probe(
         *((f"log-softmax over {size}", _log_softmax(inputs, size)) for size in (20, 1000, 40000)),
         ("token logprobs", _token_logprobs(inputs)),
         ("rms_norm", _parts(lambda x: rms_norm(x, weight, eps=1e-6), inputs.wide(80, 192))),
-        ("rms_norm of heads", _parts(lambda x: rms_norm(x, weight[:32], eps=1e-6), inputs.wide(80, 3, 32))),
+        ("rms_norm of heads", _parts(head_norm, inputs.wide(80, 3, 32))),
         ("swiglu", _parts(swiglu, inputs.wide(80, 2 * 75))),
         ("rope", _rope(inputs, head_dim)),
         (f"attention {heads}, {kv_heads}, {head_dim}", _attention(inputs, heads, kv_heads, head_dim)),

@@ -23,7 +23,7 @@ class _RmsNorm(torch.autograd.Function):
             # A mean over strided memory would take another order.
             square = torch.mul(wide, wide, out=scratch(target)).contiguous()
             root = torch.mean(square, -1, keepdim=True, out=scale[part]).add_(eps).rsqrt_()
-            torch.mul(wide, root, out=target).mul_(weight)
+            torch.mul(wide, root, out=target).mul_(weight.to(x.dtype))
         return out.view(x.shape), scale
 
     @staticmethod
@@ -106,7 +106,8 @@ def head_rms_norm(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], *
     if device.has_kernels(x):
         runs = zip(x.split(list(counts), 1), weights, strict=True)
         return torch.cat([rms_norm(run, weight, eps=eps) for run, weight in runs], 1)
-    every = torch.cat([weight.expand(count, -1) for weight, count in zip(weights, counts, strict=True)])
+    # In float32: the gradient of a weight is the sum over its heads.
+    every = torch.cat([weight.float().expand(count, -1) for weight, count in zip(weights, counts, strict=True)])
     return apply(_RmsNorm, x, every, eps)[0]
 
 

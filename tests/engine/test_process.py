@@ -24,7 +24,7 @@ from rollouts import (
 )
 
 from rz.engine.plain import PlainEngine
-from rz.engine.process import UNANSWERED, ProcessEngine
+from rz.engine.process import ProcessEngine
 
 
 @pytest.fixture(scope="module")
@@ -80,21 +80,43 @@ def test_a_request_that_could_never_run_is_refused_at_once(remote):
     assert not remote.running() and remote.step() == []
 
 
-def test_errors_come_across_with_their_type_and_the_engine_lives(model):
+def test_what_the_engine_refuses_is_raised_by_the_next_call_and_the_others_run(model):
     engine = ProcessEngine(partial(picky_engine, model[1], **SETTINGS), model[2], limit_s=60.0)
-    for index in range(3):
+    for index in range(4):
         engine.submit(ask(index, prompt(9)))
-    with pytest.raises(ValueError, match="index must be no multiple of 2, got 0") as caught:
+    for refused in (0, 2):  # neither call is made
+        with pytest.raises(ValueError, match=f"index must be no multiple of 2, got {refused}") as caught:
+            engine.step()
+        assert "in the engine process" in str(caught.value.__cause__) and "in submit" in str(caught.value.__cause__)
+    running = engine.running()
+    assert [(rollout.prompt_index, rollout.response_ids) for rollout in running] == [(1, ()), (3, ())]
+    engine.submit(ask(4, prompt(9)))
+    with pytest.raises(ValueError, match="got 4"):
+        engine.publish(model[2], 1)
+    assert engine.version == 0
+    engine.submit(ask(6, prompt(9)))
+    engine.close()  # whatever was still to be sent
+    assert not engine._child.is_alive()
+    with pytest.raises(RuntimeError, match="engine must be open, got one that was closed"):
+        engine.submit(ask(7, prompt(9)))
+
+
+def test_ctrl_c_in_any_part_of_a_call_closes_the_engine(model):
+    engine = ProcessEngine(partial(plain_engine, model[1], **SETTINGS), model[2], limit_s=60.0)
+    engine.submit(ask(0, prompt(9)))
+
+    class Interrupted(type(engine._pipe)):
+        def send_bytes(self, message):
+            super().send_bytes(message)
+            raise KeyboardInterrupt
+
+    engine._pipe.__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
         engine.step()
-    assert "in the engine process" in str(caught.value.__cause__) and "in submit" in str(caught.value.__cause__)
-    assert [rollout.prompt_index for rollout in engine.running()] == [1]
-    for index in (2, *range(3, 4 * UNANSWERED, 2)):
-        try:
-            engine.submit(ask(index, prompt(9)))
-        except ValueError as error:  # after so many submits their answers are read
-            assert "got 2" in str(error)
-    assert len(engine.running()) == 2 * UNANSWERED
+    with pytest.raises(RuntimeError, match="engine must be open, got one that was closed"):
+        engine.running()
     engine.close()
+    assert not engine._child.is_alive()
 
 
 def test_an_engine_that_cannot_start_says_why(model):

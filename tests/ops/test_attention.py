@@ -299,6 +299,8 @@ def test_errors_name_argument_rule_and_value():
         whole(q, normal(5, 3, 32), normal(5, 3, 32), (3, 2))
     with pytest.raises(ValueError, match=r"block_size must be a multiple of 32, got 48"):
         Engine(q, k, v, (3, 2), block_size=48, window=None).step({0: 1})
+    with pytest.raises(ValueError, match=r"block_size must be a multiple of 32, got 16"):
+        Engine(q, k, v, (3, 2), block_size=16, window=None).plan({0: 1})
     with pytest.raises(ValueError, match=r"query length must be in \[0, 3\] of sequence 1, got 4"):
         make_plan(
             [1, 4],
