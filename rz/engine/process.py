@@ -3,8 +3,11 @@
 import os
 import pickle
 import signal
+import socket
+import struct
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -43,11 +46,12 @@ class ProcessEngine:
 
         self._shapes = {name: value.shape for name, value in params.items()}
         self._shared = {name: value.detach().clone().share_memory_() for name, value in params.items()}
-        self._limit_s, self.version = limit_s, version
+        self.version = version
         self._requests: dict[tuple[int, int], Request] = {}
         self._queued: dict[tuple[int, int], tuple[Request, tuple | None]] = {}  # submitted, and not yet sent
         context = torch.multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
+        self._limit(limit_s)
         work = (theirs, make, self._shared, version, threads)
         self._child = context.Process(target=_serve, args=work, daemon=True)
         self._child.start()
@@ -67,9 +71,10 @@ class ProcessEngine:
         self._requests[request.id] = request
 
     def step(self) -> list[Rollout]:
-        finished = [_unpacked(self._requests[part[0]], part) for part in self._call("step")]
-        for rollout in finished:
-            del self._requests[rollout.prompt_index, rollout.sample]
+        with self._whole():
+            finished = [_unpacked(self._requests[part[0]], part) for part in self._call("step")]
+            for rollout in finished:
+                del self._requests[rollout.prompt_index, rollout.sample]
         return finished
 
     def running(self) -> list[Rollout]:
@@ -92,46 +97,67 @@ class ProcessEngine:
     def close(self) -> None:
         if self._child.is_alive():
             self._queued.clear()
-            try:
+            with suppress(Exception):
                 self._call("close")
                 self._child.join(10)
-            except (RuntimeError, TimeoutError):
-                pass
         self._child.kill()
         self._child.join()
         self._pipe.close()
 
+    def _limit(self, seconds: float) -> None:
+        """What a call may take, also where the child reads or writes only a part of a message."""
+        self._limit_s = seconds
+        value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as same:
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                same.setsockopt(socket.SOL_SOCKET, option, value)
+
     def _require_open(self) -> None:
         if self._pipe.closed:
             raise RuntimeError("engine must be open, got one that was closed")
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Close the engine if what is done within is cut short by Ctrl-C: the next call would take its answer."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        self._child.kill()
+        self._pipe.close()
 
     def _call(self, name: str, *arguments: Any) -> Any:
         self._require_open()
         return self._answer(name, pickle.dumps((name, arguments, list(self._queued.values()))))
 
     def _answer(self, name: str, message: bytes | None = None) -> Any:
-        try:
-            if message is not None:
-                self._pipe.send_bytes(message)
-            if not self._pipe.poll(self._limit_s):
-                raise TimeoutError(f"engine process must answer {name} within {self._limit_s} s, got nothing")
-            answer = self._pipe.recv_bytes()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise self._death(name) from None
-        except BaseException:  # its answer, should it come, would be taken for that of the next call
-            self._child.kill()
-            self._pipe.close()
-            raise
-        value, error, trace, refused = pickle.loads(answer)
-        if refused is None:
-            self._queued.clear()
-        else:  # the requests before it are in the engine, those after it are still to be sent
-            for request_id in list(self._queued)[: refused + 1]:
-                del self._queued[request_id]
-            del self._requests[request_id]
+        with self._whole():
+            value, error, trace, refused = pickle.loads(self._exchange(name, message))
+            if refused is None:
+                self._queued.clear()
+            else:  # the requests before it are in the engine, those after it are still to be sent
+                for request_id in list(self._queued)[: refused + 1]:
+                    del self._queued[request_id]
+                del self._requests[request_id]
         if error is not None:
             raise error from RuntimeError(f"in the engine process:\n{trace}")
         return value
+
+    def _exchange(self, name: str, message: bytes | None) -> bytes:
+        try:
+            if message is not None:
+                self._pipe.send_bytes(message)
+            if self._pipe.poll(self._limit_s):
+                return self._pipe.recv_bytes()
+        except BlockingIOError:  # the limit passed in the middle of a message
+            pass
+        except (EOFError, OSError):
+            raise self._death(name) from None
+        self._end()
+        raise TimeoutError(f"engine process must answer {name} within {self._limit_s} s, got nothing")
 
     def _death(self, name: str) -> RuntimeError:
         self._child.join(1)
@@ -165,7 +191,7 @@ def _unpacked(request: Request, part: tuple) -> Rollout:
 
 
 def _serve(pipe, make: Callable[..., Engine], shared: Mapping[str, Tensor], version: int, threads: int) -> None:
-    """The child: answers calls, each with (value, error, traceback), until the pipe or the engine is closed."""
+    """The child: answers each call with (value, error, traceback, request refused) until pipe or engine is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
 

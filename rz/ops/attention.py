@@ -155,7 +155,7 @@ def paged_plan(
 
     head_dim and dtype are those of the queries.
 
-    Raises: ValueError if block_size is no multiple of KEY_QUANTUM; otherwise as make_plan.
+    Raises, on a processor: ValueError if block_size is no multiple of KEY_QUANTUM; otherwise as make_plan.
     """
     if device.has_kernels(block_table):
         from rz.ops import triton_attention

@@ -1,5 +1,8 @@
 """Requests, and what becomes of them."""
 
+import contextlib
+import os
+import signal
 import threading
 
 import torch
@@ -64,6 +67,25 @@ class Hanging(PlainEngine):
 
 def hanging_engine(config, params, version, **settings):
     return Hanging(config, params, dtype=torch.float32, version=version, **settings)
+
+
+class Half(PlainEngine):
+    """Writes the beginning of an answer to the one socket of its process, then ends or hangs."""
+
+    def step(self):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    os.write(int(name), (1000).to_bytes(4, "big") + b"half")
+        if self.then == "ends":
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+
+
+def half_engine(config, params, version, then, **settings):
+    engine = Half(config, params, dtype=torch.float32, version=version, **settings)
+    engine.then = then
+    return engine
 
 
 class Picky(PlainEngine):

@@ -5,6 +5,7 @@ import signal
 from functools import partial
 from time import perf_counter
 
+import attrs
 import pytest
 import torch
 from conftest import SETTINGS
@@ -14,6 +15,7 @@ from rollouts import (
     audit,
     demanding_engine,
     finish,
+    half_engine,
     hanging_engine,
     mixed,
     no_engine,
@@ -101,20 +103,60 @@ def test_what_the_engine_refuses_is_raised_by_the_next_call_and_the_others_run(m
         engine.submit(ask(7, prompt(9)))
 
 
-def test_ctrl_c_in_any_part_of_a_call_closes_the_engine(model):
+@pytest.mark.parametrize("part", ["send_bytes", "poll", "recv_bytes"])
+def test_ctrl_c_in_any_part_of_a_call_closes_the_engine(model, part):
     engine = ProcessEngine(partial(plain_engine, model[1], **SETTINGS), model[2], limit_s=60.0)
     engine.submit(ask(0, prompt(9)))
 
-    class Interrupted(type(engine._pipe)):
-        def send_bytes(self, message):
-            super().send_bytes(message)
-            raise KeyboardInterrupt
+    def interrupted(self, *arguments):
+        getattr(super(type(self), self), part)(*arguments)
+        raise KeyboardInterrupt
 
-    engine._pipe.__class__ = Interrupted
+    engine._pipe.__class__ = type("Interrupted", (type(engine._pipe),), {part: interrupted})
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     with pytest.raises(RuntimeError, match="engine must be open, got one that was closed"):
         engine.running()
+    engine.close()
+    assert not engine._child.is_alive()
+
+
+def test_ctrl_c_among_the_responses_of_a_step_closes_the_engine(model, monkeypatch):
+    engine = ProcessEngine(partial(plain_engine, model[1], **SETTINGS), model[2], limit_s=60.0)
+    engine.submit(attrs.evolve(ask(0, prompt(9)), max_tokens=1))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rz.engine.process._unpacked", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(RuntimeError, match="engine must be open, got one that was closed"):
+        engine.running()
+    engine.close()
+
+
+def test_a_child_that_stops_reading_is_named_within_the_limit(model):
+    engine = ProcessEngine(partial(plain_engine, model[1], **SETTINGS), model[2], limit_s=60.0)
+    for index in range(1000):
+        engine.submit(ask(index, prompt(400)))
+    os.kill(engine._child.pid, signal.SIGSTOP)
+    engine._limit(0.3)
+    began = perf_counter()
+    with pytest.raises(TimeoutError, match=r"engine process must answer step within 0.3 s, got nothing"):
+        engine.step()
+    assert perf_counter() - began < 3
+    engine.close()
+    assert not engine._child.is_alive()
+
+
+@pytest.mark.parametrize(("then", "error"), [("ends", RuntimeError), ("hangs", TimeoutError)])
+def test_half_an_answer(model, then, error):
+    engine = ProcessEngine(partial(half_engine, model[1], then=then, **SETTINGS), model[2], limit_s=60.0)
+    engine._limit(1.0)
+    rule = "live as long as the run, got its end during step: killed by SIGKILL" if then == "ends" else "answer step"
+    with pytest.raises(error, match=f"engine process must {rule}"):
+        engine.step()
     engine.close()
     assert not engine._child.is_alive()
 
