@@ -1,5 +1,6 @@
-"""The gradient of attention over packed sequences, by torch's fused kernel; only the forward must be aligned."""
+"""The gradient of attention over packed sequences, by products of float32; only the forward must be aligned."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -7,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rz.ops.attention_kernel import KEY_QUANTUM, each_head, up
+from rz.ops.attention_kernel import KEY_QUANTUM, additive, each_head, masked_keys, up
 
 BATCH_TOKENS = 4096  # of padded sequences that are computed together
+QUERY_BLOCK = 64  # queries whose scores are held at once
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -82,33 +84,32 @@ def gradient_batches(lengths: Sequence[int], prefixes: Sequence[int | None]) -> 
     return tuple(batches)
 
 
-def _window_mask(length: int, window: int | None) -> Tensor | None:
-    if window is None:
-        return None
-    distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-    return torch.zeros(length, length).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
+def _sum_heads(x: Tensor) -> Tensor:
+    """x.sum(3), whose reduction of a short inner axis takes several times as long."""
+    first, second, *others = x.unbind(3)
+    total = first + second
+    for other in others:
+        total += other
+    return total
 
 
-def _batch_gradient(
-    batch: Batch, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None
+def _fused(
+    above: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 gradients [I, L, H or Hk, D] of a batch's queries, keys and values."""
-    group = q.shape[1] // k.shape[1]
-    above, queries, outputs, logs = (batch.take(x).float() for x in (grad, q, out, lse))
-    if batch.rows is None:
-        above = above.masked_fill(~batch.own[..., None, None], 0)
-    mask = _window_mask(batch.tokens.shape[1], window)
+    """As _blocked, by torch's kernel: faster for a single block, whose scores stay in a core's own cache."""
+    length, group = q.shape[1], q.shape[2] // k.shape[2]
+    unseen = None if window is None else masked_keys(torch.arange(length)[:, None], torch.arange(length), window)
     of_q, of_k, of_v = (
         x.transpose(1, 2)
         for x in torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            above.transpose(1, 2),
-            queries.transpose(1, 2),
-            *(each_head(batch.take(x).float(), group).transpose(1, 2) for x in (k, v)),
-            outputs.transpose(1, 2),
-            logs.transpose(1, 2).contiguous(),
+            above.float().transpose(1, 2),
+            q.float().transpose(1, 2),
+            *(each_head(x.float(), group).transpose(1, 2) for x in (k, v)),
+            out.float().transpose(1, 2),
+            lse.transpose(1, 2).contiguous(),
             0.0,
-            mask is None,
-            attn_mask=mask,
+            window is None,
+            attn_mask=None if unseen is None else additive(unseen, torch.float32),
             scale=q.shape[-1] ** -0.5,
         )
     )
@@ -117,13 +118,77 @@ def _batch_gradient(
     return of_q, of_k, of_v
 
 
-def _sum_heads(x: Tensor) -> Tensor:
-    """x.sum(3), whose reduction of a short inner axis takes several times as long."""
-    first, second, *others = x.unbind(3)
-    total = first + second
-    for other in others:
-        total += other
-    return total
+def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """[I, L, H, C] -> new memory [I * Hk, L * G, C] float32: the rows of the G heads that share keys, by position."""
+    x = x.unflatten(2, (kv_heads, -1)).transpose(1, 2)
+    return torch.empty(x.shape).copy_(x).flatten(2, 3).flatten(0, 1)
+
+
+def _block_masks(window: int | None) -> tuple[Tensor, int]:
+    """[QUERY_BLOCK, QUERY_BLOCK + B], 0 where a block's query sees a key and -inf elsewhere, of the keys that some of
+    the block's queries may not see: the block's own and the B before it. And B."""
+    back = 0 if window is None else window - 1
+    none = torch.full((QUERY_BLOCK, QUERY_BLOCK + back), -torch.inf)
+    later = none.triu(back + 1)
+    return later if window is None else later.add_(none.tril(-1)), back
+
+
+def _blocked(
+    above: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries [I, L, H, D], and of keys and values [I, L, Hk, D] in float32; those of queries before
+    `first` may be anything if above is 0 there.
+
+    QUERY_BLOCK queries at a time, with the weights of all keys that they see: P = exp(S - lse) and
+    dS = P * (dP - sum of above * out). Queries of heads that share keys are rows of one product.
+    """
+    (items, length, _, width), kv_heads, group = q.shape, k.shape[2], q.shape[2] // k.shape[2]
+    slope = (above.float() * out.float()).sum(-1, keepdim=True)
+    queries, keys, values, above, logs, slope = (
+        _by_kv_head(x, kv_heads) for x in (q, k, v, above, lse[..., None], slope)
+    )
+    # exp2 takes a third of exp's time: scores are in bits, their gradients in nats.
+    scale = width**-0.5 / math.log(2)
+    for x, factor in ((keys, scale), (logs, 1 / math.log(2)), (values, math.log(2)), (slope, math.log(2))):
+        x.mul_(factor)
+    of_q, of_k, of_v = torch.empty(q.shape, dtype=q.dtype), torch.zeros_like(keys), torch.zeros_like(values)
+    window = None if window is None or window >= length else window
+    masks, back = _block_masks(window)
+    masks = masks.repeat_interleave(group, 0)
+    for start in range(first, length, QUERY_BLOCK):
+        end, masked = min(start + QUERY_BLOCK, length), max(0, start - back)
+        rows, seen = slice(start * group, end * group), slice(0 if window is None else masked, end)
+        mask = masks[: (end - start) * group, masked - start + back : end - start + back]
+        weights = torch.bmm(queries[:, rows], keys[:, seen].transpose(1, 2)).sub_(logs[:, rows])
+        weights[..., masked - end :].add_(mask)
+        weights.exp2_()
+        of_v[:, seen] += torch.bmm(weights.transpose(1, 2), above[:, rows])
+        of_scores = torch.bmm(above[:, rows], values[:, seen].transpose(1, 2)).sub_(slope[:, rows]).mul_(weights)
+        of_k[:, seen] += torch.bmm(of_scores.transpose(1, 2), queries[:, rows])
+        part = torch.bmm(of_scores, keys[:, seen]).view(items, kv_heads, end - start, group, width)
+        of_q[:, start:end] = part.transpose(1, 2).flatten(2, 3)
+    of_k.mul_(scale)
+    return of_q, *(x.unflatten(0, (items, kv_heads)).transpose(1, 2) for x in (of_k, of_v))
+
+
+def _batch_gradient(
+    batch: Batch, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients [I, L, H or Hk, D] of a batch's queries, in their dtype or float32, and of its keys and values in
+    float32."""
+    above, *others = (batch.take(x) for x in (grad, q, k, v, out, lse))
+    if batch.rows is None:
+        above = above.masked_fill(~batch.own[..., None, None], 0)
+    if batch.tokens.shape[1] <= QUERY_BLOCK:
+        return _fused(above, *others, window)
+    return _blocked(above, *others, window, batch.first)
+
+
+def _packed(part: Tensor, like: Tensor) -> Tensor:
+    """[I, L, ...] -> [N, ...] in the dtype of like, in one pass over memory if any."""
+    if part.dtype == like.dtype and part.is_contiguous():
+        return part.flatten(0, 1)
+    return torch.empty(part.shape, dtype=like.dtype).copy_(part).flatten(0, 1)
 
 
 def attention_gradient(
@@ -136,7 +201,7 @@ def attention_gradient(
     batches: Sequence[Batch],
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, taken in float32.
+    """Gradients of q, k and v, taken in float32, each rounded once.
 
     Args:
         grad, q, out: [N, H, D].  k, v: [N, Hk, D].  lse: [N, H] float32, log-sum-exp of the scaled scores.
@@ -144,8 +209,8 @@ def attention_gradient(
     """
     if len(batches) == 1 and batches[0].rows is not None:
         parts = _batch_gradient(batches[0], grad, q, k, v, out, lse, window)
-        return tuple(part.reshape(x.shape).to(x.dtype) for x, part in zip((q, k, v), parts, strict=True))
-    to_q = torch.empty(q.shape, dtype=torch.float32)
+        return tuple(_packed(part, x) for x, part in zip((q, k, v), parts, strict=True))
+    to_q = torch.empty(q.shape, dtype=q.dtype)
     to_k, to_v = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
     for batch in batches:
         of_q, of_k, of_v = _batch_gradient(batch, grad, q, k, v, out, lse, window)
@@ -153,7 +218,7 @@ def attention_gradient(
             for x, part in ((to_q, of_q), (to_k, of_k), (to_v, of_v)):
                 batch.take(x).copy_(part)
         else:
-            to_q.index_copy_(0, batch.tokens[batch.own], of_q[batch.own])
+            to_q.index_copy_(0, batch.tokens[batch.own], of_q[batch.own].to(q.dtype))
             to_k.index_add_(0, batch.tokens[batch.live], of_k[batch.live])
             to_v.index_add_(0, batch.tokens[batch.live], of_v[batch.live])
-    return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype)
+    return to_q, to_k.to(k.dtype), to_v.to(v.dtype)

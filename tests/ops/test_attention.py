@@ -109,9 +109,9 @@ def test_value_by_hand():
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [None, 1, 40, 70, 139, 10**9])
 def test_value_and_gradients_against_float64(dtype, shape, window):
-    lengths = (1, 17, 130, 60)
+    lengths = (1, 17, 130, 60, 139, 57, 64, 65)  # 130 and 139, 60 and 57 are padded together; 64 is a block of queries
     arguments, past = inputs(lengths, shape, dtype), WholeSequences(lengths)
     above = normal(*arguments[0].shape, dtype=dtype, seed=7)
     attend = lambda *args: past.attend(0, *args, window=window)
@@ -129,7 +129,7 @@ def test_value_and_gradients_against_float64(dtype, shape, window):
 
 
 def test_gradients_have_the_same_bits_every_time_and_with_any_threads():
-    lengths = (3, 140, 70)
+    lengths = (3, 140, 70, 71, 512, 512)
     arguments = [x.requires_grad_() for x in inputs(lengths, (4, 2, 32))]
     above = normal(*arguments[0].shape, seed=7)
     results = []
@@ -257,6 +257,17 @@ def test_scores_of_any_size():  # differences of 1,000 between scores; equal key
     out = whole(100 * q, 100 * k, v, (200,))
     assert_close(out, reference(*(x.double() for x in (100 * q, 100 * k, v)), (200,), None).float())
     assert_close(whole(q, 0 * k, v, (200,))[-1, 0], v.mean(0)[0])
+
+
+@pytest.mark.parametrize("length", [64, 200])
+def test_gradients_at_scores_of_any_size(length):
+    arguments = [x * scale for x, scale in zip(inputs((length,), (2, 1, 16)), (100, 100, 1), strict=True)]
+    above = normal(*arguments[0].shape, seed=7)
+    loss = lambda *args: (whole(*args, (length,)) * above).sum()
+    exact = lambda *args: (reference(*args, (length,), None) * above.double()).sum()
+    wanted = torch.func.grad(exact, argnums=(0, 1, 2))(*(x.double() for x in arguments))
+    for got, want in zip(torch.func.grad(loss, argnums=(0, 1, 2))(*arguments), wanted, strict=True):
+        assert (got - want).abs().max() < 0.02 * want.abs().max()  # scores of 10^4 have a step of 10^-3
 
 
 @pytest.mark.parametrize("window", [None, 40])
