@@ -13,31 +13,43 @@ from rz.ops.function import apply
 
 
 class _RmsNorm(torch.autograd.Function):
+    """(x, residual or None, weight, eps) -> (normed, residual + x or None, 1 / root mean square)."""
+
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
         rows = x if x.ndim > 1 else x[None]
+        total = None if residual is None else torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+        more = None if residual is None else residual.view(rows.shape)
         out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
         scale = rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
         for part in row_chunks(len(rows), math.prod(rows.shape[1:])):
-            wide, target = rows[part].float(), out[part]
+            value, target = rows[part], out[part]
+            if total is not None:
+                value = torch.add(more[part], value, out=total[part])
+            wide = value.float()
             # A mean over strided memory would take another order.
             square = torch.mul(wide, wide, out=scratch(target)).contiguous()
             root = torch.mean(square, -1, keepdim=True, out=scale[part]).add_(eps).rsqrt_()
             torch.mul(wide, root, out=target).mul_(weight.to(x.dtype))
-        return out.view(x.shape), scale
+        return out.view(x.shape), None if total is None else total.view(x.shape), scale
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        x, weight, _ = inputs
-        ctx.save_for_backward(x, weight, output[1])
-        ctx.mark_non_differentiable(output[1])
+        x, _, weight, _ = inputs
+        _, total, scale = output
+        ctx.save_for_backward(x if total is None else total, weight, scale)
+        ctx.mark_non_differentiable(scale)
+        ctx.set_materialize_grads(False)
+        ctx.has_residual = total is not None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor, _):
+    def backward(ctx, grad: Tensor | None, more: Tensor | None, _):
         x, weight, scale = ctx.saved_tensors
+        if grad is None:
+            return more, more, None, None
         width, wide_weight = x.shape[-1], weight.float()
-        rows, above = (y if y.ndim > 1 else y[None] for y in (x, grad))
+        rows, above, extra = (y if y is None or y.ndim > 1 else y[None] for y in (x, grad, more))
         to_x = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
         to_weight = torch.zeros_like(wide_weight)
         for part in row_chunks(len(rows), math.prod(rows.shape[1:])):
@@ -52,7 +64,10 @@ class _RmsNorm(torch.autograd.Function):
                 pull = (both * wide_weight).sum(-1, keepdim=True)
             pull.mul_(root**3 / -width)
             torch.addcmul(torch.mul(up, wide_weight, out=both).mul_(root), value, pull, out=target)
-        return to_x.view(x.shape), to_weight.to(weight.dtype), None
+            if extra is not None:
+                target.add_(extra[part])
+        to_x = to_x.view(x.shape)
+        return to_x, to_x if ctx.has_residual else None, to_weight.to(weight.dtype), None
 
 
 def _check_weight(x: Tensor, weight: Tensor) -> None:
@@ -83,7 +98,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         from rz.ops import triton_rms_norm
 
         return triton_rms_norm.RmsNorm.apply(x, weight, eps)[0]
-    return apply(_RmsNorm, x, weight, eps)[0]
+    return apply(_RmsNorm, x, None, weight, eps)[0]
 
 
 def head_rms_norm(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], *, eps: float) -> Tensor:
@@ -108,7 +123,7 @@ def head_rms_norm(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], *
         return torch.cat([rms_norm(run, weight, eps=eps) for run, weight in runs], 1)
     # In float32: the gradient of a weight is the sum over its heads.
     every = torch.cat([weight.float().expand(count, -1) for weight, count in zip(weights, counts, strict=True)])
-    return apply(_RmsNorm, x, every, eps)[0]
+    return apply(_RmsNorm, x, None, every, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
@@ -125,10 +140,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> 
         raise ValueError(f"residual must have the shape of x {list(x.shape)}, got {list(residual.shape)}")
     if x.dtype != residual.dtype:
         raise TypeError(f"residual must be {x.dtype}, got {residual.dtype}")
+    _check_weight(x, weight)
     if device.has_kernels(x):
         from rz.ops import triton_rms_norm
 
-        _check_weight(x, weight)
         return triton_rms_norm.AddRmsNorm.apply(x, residual, weight, eps)[:2]
-    total = residual + x
-    return rms_norm(total, weight, eps=eps), total
+    return apply(_RmsNorm, x, residual, weight, eps)[:2]

@@ -32,12 +32,13 @@ class _SwiGlu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        out = torch.empty_like(gate_up)
-        to_gate, to_up = out.chunk(2, -1)
-        torch.mul(grad, up, out=to_gate)
-        torch.ops.aten.silu_backward.grad_input(to_gate, gate, grad_input=to_gate)
-        torch.ops.aten.silu.out(gate, out=to_up).mul_(grad)
+        out = gate_up.new_empty(gate_up.shape)
+        inputs, results, above = (x.flatten(0, -2) for x in (gate_up, out, grad))
+        for part in row_chunks(len(inputs), above.shape[-1]):
+            (gate, up), (to_gate, to_up), slope = inputs[part].chunk(2, -1), results[part].chunk(2, -1), above[part]
+            torch.mul(slope, up, out=to_gate)
+            torch.ops.aten.silu_backward.grad_input(to_gate, gate, grad_input=to_gate)
+            torch.ops.aten.silu.out(gate, out=to_up).mul_(slope)
         return out
 
 

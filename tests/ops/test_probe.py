@@ -91,9 +91,9 @@ def test_linear_that_depends_on_the_thread_count_fails(monkeypatch):
 
 
 def test_norm_that_depends_on_the_row_count_fails(monkeypatch):
-    def broken(x, weight, eps):
+    def broken(x, residual, weight, eps):
         scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
-        return x * scale * weight * (1 + len(x) * 2**-22), scale
+        return x * scale * weight * (1 + len(x) * 2**-22), residual, scale
 
     monkeypatch.setattr(module("rms_norm")._RmsNorm, "forward", staticmethod(broken))
     assert failed() == ["rms_norm", "rms_norm of heads"]

@@ -53,28 +53,30 @@ def test_gradients_against_float64(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_residual_form_is_a_rounded_sum_then_the_norm(dtype):
-    x, residual, weight = normal(9, 33, dtype=dtype), 50 * normal(9, 33, dtype=dtype, seed=1), normal(33, dtype=dtype)
+@pytest.mark.parametrize("shape", [(33,), (9, 33), (40, 1 << 14)])  # the last in chunks of 16 rows
+def test_residual_form_is_a_rounded_sum_then_the_norm(dtype, shape):
+    x, residual = normal(*shape, dtype=dtype), 50 * normal(*shape, dtype=dtype, seed=1)
+    weight = normal(shape[-1], dtype=dtype)
     normed, total = add_rms_norm(x, residual, weight, eps=1e-5)
     assert torch.equal(total, residual + x) and total.dtype == dtype
     assert torch.equal(normed, rms_norm(total, weight, eps=1e-5))
 
 
-def test_residual_form_passes_gradients_of_both_results():
-    x, residual, weight = (normal(*shape, seed=seed) for seed, shape in enumerate(((4, 8), (4, 8), (8,))))
-    above = normal(2, 4, 8, seed=5)
-
-    def loss(x, residual, weight):
-        return sum((a * b).sum() for a, b in zip(add_rms_norm(x, residual, weight, eps=1e-5), above, strict=True))
-
-    def exact(x, residual, weight):
-        total = x + residual
-        return (reference(total, weight, 1e-5) * above[0]).sum() + (total * above[1]).sum()
-
+@pytest.mark.parametrize("used", [(0, 1), (0,), (1,)])  # of normed and total
+@pytest.mark.parametrize("shape", [(8,), (4, 8), (40, 1 << 14)])  # the last in chunks of 16 rows
+def test_residual_form_passes_gradients_of_the_results_that_are_used(used, shape):
+    x, residual, weight = normal(*shape), normal(*shape, seed=1), normal(shape[-1], seed=2)
+    above = normal(2, *shape, seed=5)
+    loss = lambda *args: sum((add_rms_norm(*args, eps=1e-5)[i] * above[i]).sum() for i in used)
+    both = lambda x, residual, weight: (reference(x + residual, weight, 1e-5), x + residual)
+    exact = lambda *args: sum((both(*args)[i] * above[i]).sum() for i in used)
     grads = torch.func.grad(loss, argnums=(0, 1, 2))(x, residual, weight)
     wanted = torch.func.grad(exact, argnums=(0, 1, 2))(x.double(), residual.double(), weight.double())
-    for grad, want in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(grad, want.float(), rtol=1e-5, atol=1e-5)
+    leaves = [value.clone().requires_grad_() for value in (x, residual, weight)]
+    plain = torch.autograd.grad(loss(*leaves), leaves, materialize_grads=True)
+    for grad, want, same in zip(grads, wanted, plain, strict=True):
+        torch.testing.assert_close(grad, want.float(), rtol=1e-5, atol=2e-5)
+        assert torch.equal(grad, same)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -43,8 +43,11 @@ def test_extreme_gates_stay_finite_with_their_gradient():
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_gradient_against_float64(dtype):
-    gate_up, above = 3 * normal(9, 66, dtype=dtype), normal(9, 33, seed=1)
+@pytest.mark.parametrize("shape", [(9, 66), (2, 20, 1 << 15)])  # the last in several chunks of rows
+@pytest.mark.parametrize("strided", [False, True])
+def test_gradient_against_float64(dtype, shape, strided):
+    gate_up, above = 3 * normal(*shape, dtype=dtype), normal(*shape[:-1], shape[-1] // 2, seed=1)
+    gate_up = gate_up.transpose(0, 1).contiguous().transpose(0, 1) if strided else gate_up
     grad = torch.func.grad(lambda x: (swiglu(x).float() * above).sum())(gate_up)
     want = torch.func.grad(lambda x: (reference(x) * above.to(dtype).double()).sum())(gate_up.double())
     assert grad.dtype == dtype
