@@ -20,11 +20,9 @@ from rz.ops.function import apply
 
 def _attend_batch(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> tuple[Tensor, Tensor]:
     """Output [I, L - first, H, D] and log-sum-exp [I, L - first, H] of the batch's positions from its first on."""
-    dtype, group = kernel.compute_dtype(q.dtype, q.shape[-1]), q.shape[1] // k.shape[1]
-    queries, keys, values = (batch.take(x, padded=True).to(dtype) for x in (q, k, v))
-    keys, values = (kernel.each_head(x, group).transpose(1, 2) for x in (keys, values))
-    queries = queries[:, batch.first :].transpose(1, 2)
-    out, lse = kernel.causal_attention(queries, keys, values, first=batch.first, window=window)
+    dtype = kernel.compute_dtype(q.dtype, q.shape[-1])
+    queries, keys, values = (batch.take(x, padded=True).to(dtype).transpose(1, 2) for x in (q, k, v))
+    out, lse = kernel.causal_attention(queries[:, :, batch.first :], keys, values, first=batch.first, window=window)
     kept = batch.tokens.shape[1] - batch.first
     return out.transpose(1, 2)[:, :kept], lse.transpose(1, 2)[:, :kept]
 

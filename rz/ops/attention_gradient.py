@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rz.ops.attention_kernel import KEY_QUANTUM, additive, each_head, masked_keys, up
+from rz.ops.attention_kernel import KEY_QUANTUM, additive, masked_keys, up
 
 BATCH_TOKENS = 4096  # of padded sequences that are computed together
-QUERY_BLOCK = 64  # queries whose scores are held at once
+SHORT = 128  # the longest sequences that torch's kernel takes, whose scores then stay in a core's own cache
+QUERY_BLOCK = 64  # queries of longer ones whose scores are held at once
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -84,38 +85,28 @@ def gradient_batches(lengths: Sequence[int], prefixes: Sequence[int | None]) -> 
     return tuple(batches)
 
 
-def _sum_heads(x: Tensor) -> Tensor:
-    """x.sum(3), whose reduction of a short inner axis takes several times as long."""
-    first, second, *others = x.unbind(3)
-    total = first + second
-    for other in others:
-        total += other
-    return total
-
-
 def _fused(
     above: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As _blocked, by torch's kernel: faster for a single block, whose scores stay in a core's own cache."""
-    length, group = q.shape[1], q.shape[2] // k.shape[2]
-    unseen = None if window is None else masked_keys(torch.arange(length)[:, None], torch.arange(length), window)
-    of_q, of_k, of_v = (
-        x.transpose(1, 2)
-        for x in torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            above.float().transpose(1, 2),
-            q.float().transpose(1, 2),
-            *(each_head(x.float(), group).transpose(1, 2) for x in (k, v)),
-            out.float().transpose(1, 2),
-            lse.transpose(1, 2).contiguous(),
-            0.0,
-            window is None,
-            attn_mask=None if unseen is None else additive(unseen, torch.float32),
-            scale=q.shape[-1] ** -0.5,
-        )
+    """As _blocked, in float32, by torch's kernel."""
+    mask = None
+    if window is not None:
+        places = torch.arange(q.shape[1])
+        mask = additive(masked_keys(places[:, None], places, window), torch.float32)
+    above, q, k, v, out = (x.float().transpose(1, 2) for x in (above, q, k, v, out))
+    parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        above,
+        q,
+        k,
+        v,
+        out,
+        lse.transpose(1, 2).contiguous(),
+        0.0,
+        window is None,
+        attn_mask=mask,
+        scale=q.shape[-1] ** -0.5,
     )
-    if group > 1:
-        of_k, of_v = (_sum_heads(x.unflatten(2, (-1, group))) for x in (of_k, of_v))
-    return of_q, of_k, of_v
+    return tuple(x.transpose(1, 2) for x in parts)
 
 
 def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
@@ -179,7 +170,7 @@ def _batch_gradient(
     above, *others = (batch.take(x) for x in (grad, q, k, v, out, lse))
     if batch.rows is None:
         above = above.masked_fill(~batch.own[..., None, None], 0)
-    if batch.tokens.shape[1] <= QUERY_BLOCK:
+    if batch.tokens.shape[1] <= SHORT:
         return _fused(above, *others, window)
     return _blocked(above, *others, window, batch.first)
 

@@ -60,7 +60,8 @@ def fused(
     """Attention of all rows to all keys, scaled by D**-0.5.
 
     Args:
-        queries: [I, H, R, D], keys and values: [I, H, K, D], same dtype; any strides but the last.
+        queries: [I, H, R, D], keys and values: [I, Hk, K, D], same dtype; any strides but the last. Head h reads
+            kv head h // (H // Hk).
         mask: [I or 1, 1, R or 1, K] in that dtype, 0 or -inf, added to the scores.
         causal: row i sees the keys up to i, rows from K on see all; then without mask.
     Returns: [I, H, R, D] of memory [I, R, H, D], and the log-sum-exp [I, H, R] float32. A row that sees no key gives 0
@@ -80,6 +81,8 @@ def _causal_mask(queries: Tensor, keys: Tensor) -> Tensor:
 
 def _products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     items, heads, rows, width = queries.shape
+    if heads > keys.shape[1]:
+        keys, values = (x.repeat_interleave(heads // x.shape[1], 1) for x in (keys, values))
     queries, keys, values = (x.flatten(0, 1).contiguous() for x in (queries, keys, values))
     scores = torch.bmm(queries * width**-0.5, keys.transpose(1, 2)).unflatten(0, (items, heads))
     if mask is not None:
@@ -93,11 +96,6 @@ def _products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     out = torch.bmm(weights, values).view(items, heads, rows, -1) / total
     lse = (top + total.log()).masked_fill_(none, 0)[..., 0]
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse
-
-
-def each_head(x: Tensor, group: int) -> Tensor:
-    """Keys or values [I, L, Hk, D] -> [I, L, Hk * group, D]: the kernel knows no shared key-value heads."""
-    return x if group == 1 else x[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
 
 
 def first_tile(new: tuple[Tensor, Tensor], empty: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -153,7 +151,7 @@ def causal_attention(
     """Attention of the rows at positions first, first + 1, ... to the keys at 0, 1, ... of their sequences.
 
     Args:
-        queries: [I, H, R, D] float32 or bfloat16.  keys, values: [I, H, first + R, D]; both a multiple of KEY_QUANTUM.
+        queries: [I, H, R, D] float32 or bfloat16.  keys, values: [I, Hk, first + R, D]; both a multiple of KEY_QUANTUM.
         window: None, or the number of latest keys seen, the own included.
     Returns: [I, H, R, D] in the dtype of queries, and the log-sum-exp [I, H, R] float32.
     """

@@ -111,7 +111,7 @@ def test_value_by_hand():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 40, 70, 139, 10**9])
 def test_value_and_gradients_against_float64(dtype, shape, window):
-    lengths = (1, 17, 130, 60, 139, 57, 64, 65)  # 130 and 139, 60 and 57 are padded together; 64 is a block of queries
+    lengths = (1, 17, 130, 60, 139, 57, 64, 65)  # 130 and 139, 60 and 57 are padded together
     arguments, past = inputs(lengths, shape, dtype), WholeSequences(lengths)
     above = normal(*arguments[0].shape, dtype=dtype, seed=7)
     attend = lambda *args: past.attend(0, *args, window=window)
