@@ -177,7 +177,7 @@ class BenchAsyncCommand:
     model: Path | None = None
     updates: int = 48
     rounds: int = 3
-    modes: tuple[AsyncMode, ...] = ("sync", "turns", "turns_2", "thread", "process", "process_2")
+    modes: tuple[AsyncMode, ...] = ("sync", "turns", "turns_2", "thread", "process", "process_2", "process_4")
     audit_share: float = 0.1
     sigma: float = 1.0
     longest: int = 512
