@@ -67,9 +67,9 @@ def test_residual_form_is_a_rounded_sum_then_the_norm(dtype, shape):
 def test_residual_form_passes_gradients_of_the_results_that_are_used(used, shape):
     x, residual, weight = normal(*shape), normal(*shape, seed=1), normal(shape[-1], seed=2)
     above = normal(2, *shape, seed=5)
-    loss = lambda *args: sum((add_rms_norm(*args, eps=1e-5)[i] * above[i]).sum() for i in used)
-    both = lambda x, residual, weight: (reference(x + residual, weight, 1e-5), x + residual)
-    exact = lambda *args: sum((both(*args)[i] * above[i]).sum() for i in used)
+    weighed = lambda results: sum((results[i] * above[i]).sum() for i in used)
+    loss = lambda *args: weighed(add_rms_norm(*args, eps=1e-5))
+    exact = lambda x, residual, weight: weighed((reference(x + residual, weight, 1e-5), x + residual))
     grads = torch.func.grad(loss, argnums=(0, 1, 2))(x, residual, weight)
     wanted = torch.func.grad(exact, argnums=(0, 1, 2))(x.double(), residual.double(), weight.double())
     leaves = [value.clone().requires_grad_() for value in (x, residual, weight)]
