@@ -104,6 +104,8 @@ class WholeSequences:
             return triton_whole.whole_attention(q, k, v, self._kernel_plan, window=window)
         if q.shape[1] % k.shape[1]:
             raise ValueError(f"heads must be a multiple of kv_heads {k.shape[1]}, got {q.shape[1]}")
+        # The kernel takes the last axis as dense.
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return apply(_WholeAttention, q, k, v, self._batches, window)[0]
 
 

@@ -1,6 +1,6 @@
-"""The gradient of attention over packed sequences, by products of float32; only the forward must be aligned."""
+"""The gradient of attention over packed sequences, in float32: of short ones by torch's kernel, of long ones by batched
+products. Only the forward must be aligned; here, the bits must not change from run to run or with the threads."""
 
-import math
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -85,10 +85,10 @@ def gradient_batches(lengths: Sequence[int], prefixes: Sequence[int | None]) -> 
     return tuple(batches)
 
 
-def _fused(
+def _short(
     above: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As _blocked, in float32, by torch's kernel."""
+    """Gradients [I, L, H or Hk, D] float32 by torch's kernel; above is the gradient of out."""
     mask = None
     if window is not None:
         places = torch.arange(q.shape[1])
@@ -110,76 +110,74 @@ def _fused(
 
 
 def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
-    """[I, L, H, C] -> new memory [I * Hk, L * G, C] float32: the rows of the G heads that share keys, by position."""
+    """[I, L, H, C] -> [I * Hk, L * G, C] float32: the rows of the G heads that share keys, position before head."""
     x = x.unflatten(2, (kv_heads, -1)).transpose(1, 2)
-    return torch.empty(x.shape).copy_(x).flatten(2, 3).flatten(0, 1)
+    return x.to(torch.float32, memory_format=torch.contiguous_format).flatten(2, 3).flatten(0, 1)
 
 
-def _block_masks(window: int | None) -> tuple[Tensor, int]:
-    """[QUERY_BLOCK, QUERY_BLOCK + B], 0 where a block's query sees a key and -inf elsewhere, of the keys that some of
-    the block's queries may not see: the block's own and the B before it. And B."""
-    back = 0 if window is None else window - 1
-    none = torch.full((QUERY_BLOCK, QUERY_BLOCK + back), -torch.inf)
-    later = none.triu(back + 1)
-    return later if window is None else later.add_(none.tril(-1)), back
+def _block_mask(window: int | None) -> tuple[Tensor, int]:
+    """[QUERY_BLOCK, B + QUERY_BLOCK], 1 where a query of a block sees a key and 0 elsewhere, of the keys that some of
+    the block's queries may not see: the B before the block and its own. And B."""
+    before = 0 if window is None else window - 1
+    seen = torch.ones(QUERY_BLOCK, before + QUERY_BLOCK).tril_(before)
+    return seen if window is None else seen.triu_(), before
 
 
-def _blocked(
+def _long(
     above: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None, first: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries [I, L, H, D], and of keys and values [I, L, Hk, D] in float32; those of queries before
-    `first` may be anything if above is 0 there.
+    """Gradients of queries [I, L, H, D] in their dtype, and of keys and values [I, L, Hk, D] in float32; above is the
+    gradient of out. Those of queries before `first`, where above is 0, are not written.
 
-    QUERY_BLOCK queries at a time, with the weights of all keys that they see: P = exp(S - lse) and
-    dS = P * (dP - sum of above * out). Queries of heads that share keys are rows of one product.
+    QUERY_BLOCK queries at a time, with the weights P = exp(S - lse) of all keys that they see, and the gradient of
+    their scores, dS = P * (dP - sum of above * out). Queries of heads that share keys are rows of one product.
     """
     (items, length, _, width), kv_heads, group = q.shape, k.shape[2], q.shape[2] // k.shape[2]
-    slope = (above.float() * out.float()).sum(-1, keepdim=True)
+    slope = (above.float() * out.float()).contiguous().sum(-1, keepdim=True)  # strided, in another order
     queries, keys, values, above, logs, slope = (
         _by_kv_head(x, kv_heads) for x in (q, k, v, above, lse[..., None], slope)
     )
-    # exp2 takes a third of exp's time: scores are in bits, their gradients in nats.
-    scale = width**-0.5 / math.log(2)
-    for x, factor in ((keys, scale), (logs, 1 / math.log(2)), (values, math.log(2)), (slope, math.log(2))):
-        x.mul_(factor)
+    keys = keys * width**-0.5  # for the scores and for the gradient of the queries; that of the keys is scaled last
     of_q, of_k, of_v = torch.empty(q.shape, dtype=q.dtype), torch.zeros_like(keys), torch.zeros_like(values)
     window = None if window is None or window >= length else window
-    masks, back = _block_masks(window)
-    masks = masks.repeat_interleave(group, 0)
+    mask, before = _block_mask(window)
+    mask = mask.repeat_interleave(group, 0)  # rows are in order of position, then head
     for start in range(first, length, QUERY_BLOCK):
-        end, masked = min(start + QUERY_BLOCK, length), max(0, start - back)
-        rows, seen = slice(start * group, end * group), slice(0 if window is None else masked, end)
-        mask = masks[: (end - start) * group, masked - start + back : end - start + back]
+        end, low = min(start + QUERY_BLOCK, length), max(0, start - before)  # from low on, keys are masked
+        rows, seen = slice(start * group, end * group), slice(0 if window is None else low, end)
+        part = mask[: (end - start) * group, low - start + before : end - start + before]
         weights = torch.bmm(queries[:, rows], keys[:, seen].transpose(1, 2)).sub_(logs[:, rows])
-        weights[..., masked - end :].add_(mask)
-        weights.exp2_()
+        # Not -inf: MKL's exp takes several times as long where its result is 0.
+        masked = weights[..., low - end :].mul_(part)
+        weights.exp_()
+        masked.mul_(part)
         of_v[:, seen] += torch.bmm(weights.transpose(1, 2), above[:, rows])
         of_scores = torch.bmm(above[:, rows], values[:, seen].transpose(1, 2)).sub_(slope[:, rows]).mul_(weights)
         of_k[:, seen] += torch.bmm(of_scores.transpose(1, 2), queries[:, rows])
-        part = torch.bmm(of_scores, keys[:, seen]).view(items, kv_heads, end - start, group, width)
-        of_q[:, start:end] = part.transpose(1, 2).flatten(2, 3)
-    of_k.mul_(scale)
+        of_rows = torch.bmm(of_scores, keys[:, seen]).view(items, kv_heads, end - start, group, width)
+        of_q[:, start:end] = of_rows.transpose(1, 2).flatten(2, 3)
+    of_k.mul_(width**-0.5)
     return of_q, *(x.unflatten(0, (items, kv_heads)).transpose(1, 2) for x in (of_k, of_v))
 
 
 def _batch_gradient(
     batch: Batch, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients [I, L, H or Hk, D] of a batch's queries, in their dtype or float32, and of its keys and values in
-    float32."""
+    """Gradients [I, L, H or Hk, D] of a batch's queries, in their dtype or float32 and only where batch.own, and of its
+    keys and values in float32."""
     above, *others = (batch.take(x) for x in (grad, q, k, v, out, lse))
     if batch.rows is None:
         above = above.masked_fill(~batch.own[..., None, None], 0)
-    if batch.tokens.shape[1] <= SHORT:
-        return _fused(above, *others, window)
-    return _blocked(above, *others, window, batch.first)
+    items, length = batch.tokens.shape
+    if alone := items * k.shape[1] == 1:  # the threads would share one product, whose sums then depend on their number
+        above, *others = (torch.cat((x, x)) for x in (above, *others))
+    parts = _short(above, *others, window) if length <= SHORT else _long(above, *others, window, batch.first)
+    return tuple(x[:1] for x in parts) if alone else parts
 
 
 def _packed(part: Tensor, like: Tensor) -> Tensor:
-    """[I, L, ...] -> [N, ...] in the dtype of like, in one pass over memory if any."""
-    if part.dtype == like.dtype and part.is_contiguous():
-        return part.flatten(0, 1)
-    return torch.empty(part.shape, dtype=like.dtype).copy_(part).flatten(0, 1)
+    """[I, L, ...] -> [N, ...] in the dtype of like, copied once at most."""
+    return part.to(like.dtype, memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 def attention_gradient(

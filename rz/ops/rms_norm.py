@@ -12,26 +12,30 @@ from rz.ops.chunks import row_chunks, scratch
 from rz.ops.function import apply
 
 
+def _rows(x: Tensor | None) -> Tensor | None:
+    """x with an axis of rows: itself, unless it has one axis."""
+    return x if x is None or x.ndim > 1 else x[None]
+
+
 class _RmsNorm(torch.autograd.Function):
     """(x, residual or None, weight, eps) -> (normed, residual + x or None, 1 / root mean square)."""
 
     @staticmethod
     def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
-        rows = x if x.ndim > 1 else x[None]
-        total = None if residual is None else torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-        more = None if residual is None else residual.view(rows.shape)
-        out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-        scale = rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        total = None if residual is None else torch.empty_like(out)
+        scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        rows, more, sums, results, roots = map(_rows, (x, residual, total, out, scale))
         for part in row_chunks(len(rows), math.prod(rows.shape[1:])):
-            value, target = rows[part], out[part]
+            value, target = rows[part], results[part]
             if total is not None:
-                value = torch.add(more[part], value, out=total[part])
+                value = torch.add(more[part], value, out=sums[part])
             wide = value.float()
             # A mean over strided memory would take another order.
             square = torch.mul(wide, wide, out=scratch(target)).contiguous()
-            root = torch.mean(square, -1, keepdim=True, out=scale[part]).add_(eps).rsqrt_()
+            root = torch.mean(square, -1, keepdim=True, out=roots[part]).add_(eps).rsqrt_()
             torch.mul(wide, root, out=target).mul_(weight.to(x.dtype))
-        return out.view(x.shape), None if total is None else total.view(x.shape), scale
+        return out, total, scale
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -44,16 +48,16 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor | None, more: Tensor | None, _):
+    def backward(ctx, grad: Tensor | None, of_total: Tensor | None, _):
+        if grad is None:  # only the sum was used
+            return of_total, of_total, None, None
         x, weight, scale = ctx.saved_tensors
-        if grad is None:
-            return more, more, None, None
         width, wide_weight = x.shape[-1], weight.float()
-        rows, above, extra = (y if y is None or y.ndim > 1 else y[None] for y in (x, grad, more))
-        to_x = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+        to_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         to_weight = torch.zeros_like(wide_weight)
+        rows, above, more, roots, results = map(_rows, (x, grad, of_total, scale, to_x))
         for part in row_chunks(len(rows), math.prod(rows.shape[1:])):
-            value, up, root, target = rows[part].float(), above[part].float(), scale[part], to_x[part]
+            value, up, root, target = rows[part].float(), above[part].float(), roots[part], results[part]
             both = torch.mul(value, up, out=scratch(target)).contiguous()
             if weight.ndim == 1:
                 flat = both.view(-1, width)
@@ -64,9 +68,8 @@ class _RmsNorm(torch.autograd.Function):
                 pull = (both * wide_weight).sum(-1, keepdim=True)
             pull.mul_(root**3 / -width)
             torch.addcmul(torch.mul(up, wide_weight, out=both).mul_(root), value, pull, out=target)
-            if extra is not None:
-                target.add_(extra[part])
-        to_x = to_x.view(x.shape)
+            if more is not None:
+                target.add_(more[part])
         return to_x, to_x if ctx.has_residual else None, to_weight.to(weight.dtype), None
 
 
@@ -133,7 +136,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> 
         x, residual: [..., E], same dtype.
         weight, eps: as in rms_norm.
     Returns: two tensors [..., E] in the dtype of x.
-    Gradient: to x, residual and weight.
+    Gradient: to x, residual and weight; not differentiable again.
     Raises: ValueError if x and residual differ in shape, TypeError if in dtype; otherwise as rms_norm.
     """
     if x.shape != residual.shape:

@@ -35,10 +35,10 @@ class _SwiGlu(torch.autograd.Function):
         out = gate_up.new_empty(gate_up.shape)
         inputs, results, above = (x.flatten(0, -2) for x in (gate_up, out, grad))
         for part in row_chunks(len(inputs), above.shape[-1]):
-            (gate, up), (to_gate, to_up), slope = inputs[part].chunk(2, -1), results[part].chunk(2, -1), above[part]
-            torch.mul(slope, up, out=to_gate)
+            (gate, up), (to_gate, to_up), of_out = inputs[part].chunk(2, -1), results[part].chunk(2, -1), above[part]
+            torch.mul(of_out, up, out=to_gate)
             torch.ops.aten.silu_backward.grad_input(to_gate, gate, grad_input=to_gate)
-            torch.ops.aten.silu.out(gate, out=to_up).mul_(slope)
+            torch.ops.aten.silu.out(gate, out=to_up).mul_(of_out)
         return out
 
 

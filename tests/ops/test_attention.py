@@ -128,16 +128,40 @@ def test_value_and_gradients_against_float64(dtype, shape, window):
         assert_close(grad, want.to(dtype), rtol=1e-4 if dtype == F32 else 2e-2, atol=2e-5 if dtype == F32 else 3e-2)
 
 
-def test_gradients_have_the_same_bits_every_time_and_with_any_threads():
-    lengths = (3, 140, 70, 71, 512, 512)
-    arguments = [x.requires_grad_() for x in inputs(lengths, (4, 2, 32))]
+# Odd lengths: threads do not meet at the edge of a vector; one sequence and kv head: they share a product.
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [
+        ((3, 140, 70, 71, 512, 512), (4, 2, 32)),
+        *(((length,), shape) for length in (171, 223, 331) for shape in ((14, 2, 64), (16, 8, 128), (6, 3, 64))),
+        *(((length,), shape) for length in (37, 70, 103, 199) for shape in ((1, 1, 16), (8, 1, 64))),
+        ((5, 106), (16, 1, 128)),
+    ],
+)
+@pytest.mark.parametrize("window", [None, 100])
+def test_gradients_have_the_same_bits_every_time_and_with_any_threads(lengths, shape, window):
+    arguments = [x.requires_grad_() for x in inputs(lengths, shape)]
     above = normal(*arguments[0].shape, seed=7)
     results = []
-    for count in (1, 1, 2):
+    for count in (1, 1, 2, 3):
         with threads(count):
-            results.append(torch.autograd.grad(whole(*arguments, lengths), arguments, above))
+            results.append(torch.autograd.grad(whole(*arguments, lengths, window), arguments, above))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("length", [64, 70, 192, 200])
+@pytest.mark.parametrize("shape", [(4, 2, 32), (2, 2, 16)])
+def test_strides_do_not_matter(length, shape):
+    dense = inputs((length,), shape)
+    above = normal(*dense[0].shape, seed=7)
+    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*dense, above)]
+    results = []
+    for *arguments, slope in ((*dense, above), apart):
+        leaves = [x.detach().requires_grad_() for x in arguments]
+        out = whole(*leaves, (length,))
+        results.append((out, *torch.autograd.grad(out, leaves, slope)))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -62,6 +62,17 @@ def test_residual_form_is_a_rounded_sum_then_the_norm(dtype, shape):
     assert torch.equal(normed, rms_norm(total, weight, eps=1e-5))
 
 
+def test_the_sum_may_be_changed_in_place_where_the_norm_is_not_used():
+    x, residual, weight = (
+        normal(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(((4, 8), (4, 8), (8,)))
+    )
+    normed, total = add_rms_norm(x, residual, weight, eps=1e-5)
+    total.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        normed.sum().backward(retain_graph=True)
+    assert torch.equal(torch.autograd.grad(total.sum(), x)[0], torch.full((4, 8), 3.0))
+
+
 @pytest.mark.parametrize("used", [(0, 1), (0,), (1,)])  # of normed and total
 @pytest.mark.parametrize("shape", [(8,), (4, 8), (40, 1 << 14)])  # the last in chunks of 16 rows
 def test_residual_form_passes_gradients_of_the_results_that_are_used(used, shape):
