@@ -112,7 +112,8 @@ def _short(
 def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     """[I, L, H, C] -> [I * Hk, L * G, C] float32: the rows of the G heads that share keys, position before head."""
     x = x.unflatten(2, (kv_heads, -1)).transpose(1, 2)
-    return x.to(torch.float32, memory_format=torch.contiguous_format).flatten(2, 3).flatten(0, 1)
+    x = x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()  # the format counts for a cast only
+    return x.flatten(2, 3).flatten(0, 1)
 
 
 def _block_mask(window: int | None) -> tuple[Tensor, int]:
@@ -204,8 +205,9 @@ def attention_gradient(
     for batch in batches:
         of_q, of_k, of_v = _batch_gradient(batch, grad, q, k, v, out, lse, window)
         if batch.rows is not None:
-            for x, part in ((to_q, of_q), (to_k, of_k), (to_v, of_v)):
-                batch.take(x).copy_(part)
+            batch.take(to_q).copy_(of_q)
+            batch.take(to_k).add_(of_k)  # to what sequences that share these tokens may have added
+            batch.take(to_v).add_(of_v)
         else:
             to_q.index_copy_(0, batch.tokens[batch.own], of_q[batch.own].to(q.dtype))
             to_k.index_add_(0, batch.tokens[batch.live], of_k[batch.live])

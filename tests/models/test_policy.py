@@ -109,15 +109,25 @@ def test_any_batch_has_the_same_bits(data):
     assert torch.equal(got, alone)
 
 
-def test_gradients_of_shared_prompts():
-    above = torch.randn(MIXED.mask.shape, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize(
+    "batch",
+    [
+        MIXED,
+        example({0: 10, 1: 50}, [51, 51, 11, 11], [0, 0, 1, 1]),  # whole responses of one as long as the other's prompt
+        example({0: 50, 1: 10}, [11, 11, 51, 51], [0, 0, 1, 1]),
+        example({0: 40, 1: 40}, [21, 21, 21], [0, 1, 1]),
+    ],
+    ids=range(4),
+)
+def test_gradients_of_shared_prompts(batch):
+    above = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(1))
 
     def grads(batch):
         leaves = {name: value.clone().requires_grad_() for name, value in PARAMS.items()}
         (response_logprobs(leaves, CONFIG, batch, dtype=torch.float32) * above).sum().backward()
         return {name: leaf.grad for name, leaf in leaves.items()}
 
-    shared, again, alone = grads(MIXED), grads(MIXED), grads(unshared(MIXED))
+    shared, again, alone = grads(batch), grads(batch), grads(unshared(batch))
     for name, grad in shared.items():
         assert torch.equal(grad, again[name])
         # the same float32 terms added up in another order

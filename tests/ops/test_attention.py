@@ -4,6 +4,8 @@ import random
 import pytest
 import torch
 from alignment import normal, threads
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from rz.ops import WholeSequences, paged_attention, paged_plan, write_cache
@@ -150,9 +152,9 @@ def test_gradients_have_the_same_bits_every_time_and_with_any_threads(lengths, s
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
-@pytest.mark.parametrize("length", [64, 70, 192, 200])
+@pytest.mark.parametrize("length", [64, 70, 129, 192, 200])
 @pytest.mark.parametrize("shape", [(4, 2, 32), (2, 2, 16)])
-def test_strides_do_not_matter(length, shape):
+def test_a_last_axis_that_is_not_dense(length, shape):
     dense = inputs((length,), shape)
     above = normal(*dense[0].shape, seed=7)
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*dense, above)]
@@ -314,6 +316,36 @@ def test_a_shared_prefix_changes_no_bit_and_its_gradients_add_up(window):
     exact = lambda *args: (reference(*(x[rows] for x in args), lengths, window)[answers] * above.double()).sum()
     grads = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
     for grad, want in zip(grads, torch.func.grad(exact, argnums=(0, 1, 2))(*arguments), strict=True):
+        assert_close(grad, want.float(), rtol=1e-4, atol=1e-4)
+
+
+@st.composite
+def shared(draw):
+    """Lengths, and prefixes in any order: each sequence follows another, which has none, or none itself."""
+    lengths = draw(st.lists(st.sampled_from([1, 2, 9, 10, 30, 46, 50, 96, 150]), min_size=2, max_size=6))
+    roots = sorted(draw(st.sets(st.sampled_from(range(len(lengths))), min_size=1)))
+    return lengths, [None if i in roots else draw(st.sampled_from([None, *roots])) for i in range(len(lengths))]
+
+
+@example(([1, 1], [1, None]))
+@example(([96, 50, 46], [None, None, 1]))
+@example(([10, 50, 50, 10], [None, 0, None, 2]))
+@settings(max_examples=40, deadline=None)
+@given(shared())
+def test_gradients_of_shared_prefixes_in_any_order(packing):
+    lengths, prefixes = packing
+    own = [torch.arange(span.start, span.stop) for span in spans(lengths)]
+    whole_rows = [rows if p is None else torch.cat((own[p], rows)) for rows, p in zip(own, prefixes, strict=True)]
+    ends = torch.tensor([len(rows) for rows in whole_rows]).cumsum(0).tolist()
+    answers = torch.cat([torch.arange(end - len(rows), end) for end, rows in zip(ends, own, strict=True)])
+    q, k, v = inputs(lengths, (4, 2, 16))
+    above, packed = normal(*q.shape, seed=7), WholeSequences(lengths, prefixes)
+    loss = lambda *args: (packed.attend(0, *args, window=None) * above).sum()
+    unpacked = lambda x: x[torch.cat(whole_rows)]
+    counts = [len(rows) for rows in whole_rows]
+    exact = lambda *args: (reference(*map(unpacked, args), counts, None)[answers] * above.double()).sum()
+    wanted = torch.func.grad(exact, argnums=(0, 1, 2))(*(x.double() for x in (q, k, v)))
+    for grad, want in zip(torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v), wanted, strict=True):
         assert_close(grad, want.float(), rtol=1e-4, atol=1e-4)
 
 
