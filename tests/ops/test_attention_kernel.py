@@ -9,11 +9,12 @@ from torch.testing import assert_close
 
 from rz.ops import attention_kernel as kernel
 
-ITEMS, HEADS, ROWS, KEYS, WIDTH = 2, 3, 32, 64, 16
+ITEMS, HEADS, ROWS, KEYS, WIDTH = 2, 6, 32, 64, 16
 
 
 def exact(q, k, v, masked):
     """Output and log-sum-exp in float64; 0 and 0 for a row without keys."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q.double() @ k.double().transpose(2, 3) * WIDTH**-0.5).masked_fill(masked, -torch.inf)
     lse = torch.logsumexp(scores, -1)
     weights = (scores - lse[..., None]).exp().masked_fill(masked.all(-1)[..., None], 0)
@@ -34,12 +35,13 @@ def test_a_rows_bits_do_not_depend_on_the_rows_past_its_tile(count, first, windo
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ["whole", "causal", "masked", "one mask row"])
-def test_both_ways_against_float64(monkeypatch, fused, kind):
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+def test_both_ways_against_float64(monkeypatch, fused, kind, kv_heads):
     if fused and not kernel.FUSED:
         pytest.skip("a processor without AVX-512")
     monkeypatch.setattr(kernel, "FUSED", fused)
-    q, k, v = (normal(ITEMS, rows, HEADS, WIDTH, seed=rows).transpose(1, 2) for rows in (ROWS, KEYS, KEYS + 1))
-    v = v[:, :, :KEYS]
+    q = normal(ITEMS, ROWS, HEADS, WIDTH).transpose(1, 2)
+    k, v = (normal(ITEMS, KEYS, kv_heads, WIDTH, seed=seed).transpose(1, 2) for seed in (1, 2))
     masked = torch.zeros(ITEMS, 1, ROWS, KEYS, dtype=torch.bool)
     mask = None
     if kind == "causal":
@@ -51,6 +53,21 @@ def test_both_ways_against_float64(monkeypatch, fused, kind):
     got = kernel.fused(q, k, v, mask, causal=kind == "causal")
     for value, want in zip(got, exact(q, k, v, masked.expand(ITEMS, 1, ROWS, KEYS)), strict=True):
         assert_close(value, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("fused", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)])
+@pytest.mark.parametrize("window", [None, 1, 40, kernel.TILE])
+@pytest.mark.parametrize("count", [32, kernel.TILE, kernel.TILE + 32, 544])
+def test_shared_heads_have_the_bits_of_heads_of_their_own(monkeypatch, fused, dtype, window, count):
+    if fused and not kernel.FUSED:
+        pytest.skip("a processor without AVX-512")
+    monkeypatch.setattr(kernel, "FUSED", fused)
+    q, k, v = (normal(2, count, n, 32, dtype=dtype, seed=i).transpose(1, 2) for i, n in enumerate((6, 2, 2)))
+    results = [
+        kernel.causal_attention(q, *(x.repeat_interleave(times, 1) for x in (k, v)), first=0, window=window)
+        for times in (1, 3)
+    ]
+    assert all(map(torch.equal, *results))
 
 
 def test_a_tile_has_as_many_keys_as_the_makers_products_sum_in_order():
